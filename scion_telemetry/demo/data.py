@@ -7,6 +7,7 @@ are comparable when their fingerprints agree.
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,8 +80,17 @@ def source_files(root: Path) -> list[str]:
 
     ``_sysconfigdata*`` is left out too: it lists how this Python was built and differs from machine to machine.
     """
-    relative = (path.relative_to(root) for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
-    return sorted(path.as_posix() for path in relative if SKIPPED_FOLDERS.isdisjoint(path.parts))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        # In place: os.walk then stays out of site-packages, which may hold a hundred times the library's files.
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        below = Path(folder).relative_to(root)
+        found += [
+            (below / name).as_posix()
+            for name in names
+            if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    return sorted(found)
 
 
 def _read(root: Path, paths: list[str], size: int) -> tuple[bytes, tuple[str, ...]]:
