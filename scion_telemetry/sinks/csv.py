@@ -1,0 +1,204 @@
+"""The sink that writes a run directory: ``run.json`` and append-only CSV tables.
+
+    runs/a/run.json        facts of the run
+    runs/a/params.csv      one row a parameter
+    runs/a/layers.csv      step, param, one column a metric
+    runs/a/selection.csv   the same for what the optimizer selected; absent when nothing selects
+    runs/a/scalars.csv     step, name, value
+
+An empty cell was not measured; ``NaN``, ``inf`` and ``-inf`` were. ``scion_telemetry.store`` reads it back.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from scion_telemetry.rows import SCHEMA_VERSION, Batch, ParamInfo, Row, RunInfo, text
+
+from .plain import nonfinite_names, plain_mapping, strict_json
+from .tablefile import TableFile, csv_lines, header_differs, trim
+
+logger = logging.getLogger(__name__)
+
+_PARAM_COLUMNS = ("name", "aliases", "role", "shape", "dtype", "layout", "algorithm", "options")
+_FILES = ("run.json", "params.csv", "layers.csv", "selection.csv", "scalars.csv")
+
+
+class CsvSink:
+    """Writes a run directory. Every batch is on disk, in whole lines, when ``write`` returns.
+
+    When the disk is full, ``write`` raises the ``OSError`` once and then stays silent until a write succeeds again;
+    what the file could not take is lost, what follows starts on a fresh line.
+
+    Args:
+        path: The run directory. Made by ``open``, with its parents; the constructor touches nothing.
+        resume: Continue the run that the directory holds. Rows of steps after ``RunInfo.start_step`` are cut first:
+            they were written after the checkpoint that is being resumed. An empty or absent directory starts a run.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"path must be a str or a path, got {path!r}")
+        if not isinstance(resume, bool):
+            raise TypeError(f"resume must be True or False, got {resume!r}")
+        self.path = Path(path)
+        self._resume = resume
+        self._columns: dict[str, tuple[str, ...]] = {}
+        self._tables: dict[str, TableFile] = {}
+        self._pid = -1
+        self._lost = 0  # batches since the disk refused one
+
+    def open(self, run: RunInfo) -> None:
+        """Make the directory and its files, or take up the run it holds.
+
+        Raises:
+            ValueError: The directory holds a run and ``resume`` is False, or a run that cannot be continued.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"a run is a directory, but {str(self.path)!r} is a file; choose another path")
+        found = [name for name in _FILES if (self.path / name).exists()]
+        if found and not self._resume:
+            raise ValueError(
+                f"{str(self.path)!r} already holds a run ({', '.join(found)}); choose another path, "
+                "or continue that run with CsvSink(path, resume=True)"
+            )
+        self._columns = {"layers": run.layer_columns, "selection": run.selection_columns}
+        facts = _facts(run)
+        if found:
+            facts = _continued(self.path, facts, run)
+            self._trim(run)
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.path / "run.json", (strict_json(facts, indent=2) + "\n").encode())
+        _replace(self.path / "params.csv", csv_lines([_PARAM_COLUMNS, *map(_param_cells, run.params)]))
+        self._tables = {name: TableFile(self.path / f"{name}.csv", head) for name, head in _headers(run).items()}
+        self._pid = os.getpid()
+
+    def write(self, batch: Batch) -> None:
+        """Append the rows of ``batch``.
+
+        Raises:
+            OSError: The first time that a file cannot take them; the message names file and cause.
+        """
+        if os.getpid() != self._pid:  # a forked child: the rows are its parent's
+            return
+        lines = {
+            "layers": self._rows("layers", batch.layers),
+            "selection": self._rows("selection", batch.selection),
+            "scalars": csv_lines([str(int(s.step)), s.name, _cell(s.value)] for s in batch.scalars),
+        }
+        errors = [error for name, data in lines.items() if data and (error := self._append(name, data))]
+        if errors:
+            self._lost += 1
+            if self._lost == 1:
+                raise errors[0]
+        elif self._lost and any(lines.values()):
+            logger.warning("%s can be written again; %d batches could not be kept whole", self.path, self._lost)
+            self._lost = 0
+
+    def close(self) -> None:
+        """Close the files. In a forked child nothing happens."""
+        if os.getpid() == self._pid:
+            for table in self._tables.values():
+                table.close()
+
+    def _append(self, name: str, data: bytes) -> OSError | None:
+        try:
+            self._tables[name].append(data)
+        except OSError as error:
+            return error
+        return None
+
+    def _rows(self, table: str, rows: Iterable[Row]) -> bytes:
+        columns = self._columns[table]
+        declared = set(columns)
+        cells = []
+        for row in rows:
+            assert row.values.keys() <= declared, f"undeclared {table} columns {set(row.values) - declared}"
+            cells.append([str(int(row.step)), row.param, *(_cell(row.values.get(name)) for name in columns)])
+        return csv_lines(cells)
+
+    def _trim(self, run: RunInfo) -> None:
+        paths = {self.path / f"{name}.csv": head for name, head in _headers(run).items()}
+        existing = {path: head for path, head in paths.items() if path.exists()}
+        for path, head in existing.items():  # all are checked before the first is changed
+            if header_differs(path, head):
+                raise ValueError(f"{path} cannot be resumed: its columns are not {head!r}; choose another path")
+        for path in existing:
+            if cut := trim(path, run.start_step):
+                logger.warning("%s: cut %d rows after step %d, where this run resumes", path, cut, run.start_step)
+
+
+def _headers(run: RunInfo) -> dict[str, tuple[str, ...]]:
+    """Header of every table that grows."""
+    headers = {"layers": ("step", "param", *run.layer_columns), "scalars": ("step", "name", "value")}
+    if run.selection_columns:
+        headers["selection"] = ("step", "param", *run.selection_columns)
+    return headers
+
+
+def _facts(run: RunInfo) -> dict[str, Any]:
+    """Content of ``run.json``."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "attributes": plain_mapping(run.attributes),
+        "nonfinite_attributes": nonfinite_names(run),
+        "versions": dict(run.versions),
+        "world_size": run.world_size,
+        "schedule": run.schedule,
+        "start_step": run.start_step,
+        "resumed_at": [],
+        "units": dict(run.units),
+        "layer_columns": list(run.layer_columns),
+        "selection_columns": list(run.selection_columns),
+    }
+
+
+def _continued(path: Path, facts: dict[str, Any], run: RunInfo) -> dict[str, Any]:
+    """``facts`` as the continuation of the run in ``path``: it keeps its start and gains a ``resumed_at``.
+
+    Raises:
+        ValueError: The run there has another schema or other columns, or its ``run.json`` cannot be read.
+    """
+    try:
+        old = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        version = int(old["schema_version"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{str(path)!r} cannot be resumed: no readable run.json ({error!r})") from error
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"{str(path)!r} has schema version {version}, this package writes {SCHEMA_VERSION}; "
+            "upgrade scion-telemetry or choose another path"
+        )
+    for name in ("layer_columns", "selection_columns"):
+        if old.get(name) != facts[name]:
+            differing = sorted(set(old.get(name) or ()) ^ set(facts[name])) or "order"
+            raise ValueError(
+                f"{str(path)!r} cannot be resumed: {name} differ ({differing}); columns are fixed for a run, "
+                "so measure the same metrics or choose another path"
+            )
+    resumed_at = [*old.get("resumed_at", []), run.start_step]
+    return {**facts, "start_step": old.get("start_step", 0), "resumed_at": resumed_at}
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a small file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def _param_cells(param: ParamInfo) -> list[str]:
+    shape = "x".join(map(str, param.shape))
+    options = strict_json(plain_mapping(param.options))
+    names = [param.name, ";".join(param.aliases)]
+    return [*names, param.role, shape, param.dtype, param.layout, param.algorithm, options]
+
+
+def _cell(value: float | None) -> str:
+    """Text of a number; counts stay whole however large they are."""
+    if value is None or isinstance(value, int):
+        return text(None if value is None else int(value))
+    return text(float(value))
