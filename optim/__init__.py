@@ -1,0 +1,26 @@
+"""Distributed Scion and Dion2. Needs torch alone, and works as a folder of its own in another repository.
+
+Everything that a step computes can be observed (``register_step_observer``) at no cost when nobody does.
+"""
+
+from .dion2 import Dion2
+from .events import ParamFacts, Selection, StepEvent, register_step_observer
+from .groups import ParamGroups, group_params, infer_roles
+from .layout import Layout
+from .orthogonalize import Orthogonalizer, make_orthogonalizer
+from .scion import Scion
+
+__all__ = [
+    "Dion2",
+    "Layout",
+    "Orthogonalizer",
+    "ParamFacts",
+    "ParamGroups",
+    "Scion",
+    "Selection",
+    "StepEvent",
+    "group_params",
+    "infer_roles",
+    "make_orthogonalizer",
+    "register_step_observer",
+]

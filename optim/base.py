@@ -1,0 +1,317 @@
+"""What Scion and Dion2 share: parameter groups by algorithm, state from construction, pipelined steps, observers.
+
+step():  group -> same-shaped parameters with a gradient (Work) -> algorithm.step(work), a generator -> pipeline
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .events import Observer, ParamFacts, StepEvent
+from .layout import Layout, local, require_supported, row_group
+from .transport import Exchange, Replicated, RowSharded, Whole, assign_owners, pipeline
+
+Notify = Callable[[StepEvent], None]
+Check = tuple[Callable[[Any], bool], str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Same-shaped parameters of one group that step together.
+
+    Args:
+        params: The parameters.
+        weights: Their local pieces.
+        grads: The local pieces of their gradients.
+        states: Their state, DTensors as the parameters are.
+        options: The parameter group.
+        layout: The layout they share.
+        exchange: How their matrices move between ranks.
+        notify: To be called with a ``StepEvent`` before the weights change; None when nobody observes.
+    """
+
+    params: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
+    states: tuple[dict[str, Any], ...]
+    options: Mapping[str, Any]
+    layout: Layout
+    exchange: Exchange
+    notify: Notify | None
+
+    def buffers(self, name: str) -> tuple[Tensor, ...]:
+        """Local pieces of one state entry."""
+        return tuple(local(state[name]) for state in self.states)
+
+
+class Algorithm(Protocol):
+    """One update rule."""
+
+    @property
+    def name(self) -> str:
+        """What ``group["algorithm"]`` says."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Its options and their defaults."""
+
+    @property
+    def checks(self) -> Mapping[str, Check]:
+        """For each option a predicate and the text of what it allows."""
+
+    def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Refuse a parameter it cannot step (ValueError); else its state, complete before the first step."""
+
+    def facts(self, param: Tensor, layout: Layout, options: Mapping[str, Any]) -> ParamFacts:
+        """What events will show of the parameter."""
+
+    def step(self, work: Work) -> Iterator[None]:
+        """Step all of ``work``, yielding while communication is in flight."""
+
+
+class SpectralOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers: wiring only, the rules are ``Algorithm``s.
+
+    Args:
+        params: Parameters or parameter groups; a group may name its ``algorithm``.
+        defaults: Options of the default algorithm.
+        algorithms: The rules that groups may name.
+        process_group: Ranks that hold replicas of the plain parameters and share the work on them (DDP). None: every
+            rank works for itself. Sharded parameters bring their own mesh.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        algorithms: Sequence[Algorithm],
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._algorithms = {a.name: a for a in algorithms}
+        self._process_group = process_group
+        self._observers: OrderedDict[int, Observer] = OrderedDict()
+        self._layouts: dict[Tensor, Layout] = {}
+        self._owners: dict[Tensor, int] = {}
+        self._loads: dict[tuple[int, ...], list[float]] = {}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters are checked and get their state now.
+
+        Raises:
+            ValueError: For an unknown algorithm or option, a value out of range, or a parameter that cannot be stepped.
+        """
+        group = dict(param_group)
+        algorithm = self._algorithm(group)
+        known = {"params", "param_names", "name", "role", "algorithm", *algorithm.defaults}
+        if unknown := sorted(set(group) - known):
+            raise ValueError(
+                f"unknown option {unknown[0]!r} for algorithm {algorithm.name!r}; known are {', '.join(sorted(known))}"
+            )
+        for option, default in algorithm.defaults.items():
+            group.setdefault(option, self.defaults.get(option, default))
+        check_options(group, algorithm.checks)
+        super().add_param_group(group)
+        try:
+            self._place(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _algorithm(self, group: Mapping[str, Any]) -> Algorithm:
+        name = group.get("algorithm", self.defaults["algorithm"])
+        if name not in self._algorithms:
+            raise ValueError(f"unknown algorithm {name!r}; {type(self).__name__} knows {', '.join(self._algorithms)}")
+        return self._algorithms[name]
+
+    def _place(self, group: dict[str, Any]) -> None:
+        algorithm = self._algorithm(group)
+        params = cast(list[Tensor], group["params"])
+        names = group.get("param_names") or [
+            f"parameter {i} of group {len(self.param_groups) - 1}" for i in range(len(params))
+        ]
+        devices = {p.device.type for g in self.param_groups for p in g["params"]}
+        if len(devices) > 1:
+            raise ValueError(f"parameters are on several device types {sorted(devices)}; move the model to one first")
+        layouts, states = [], []
+        for param, name in zip(params, names, strict=True):
+            if not param.dtype.is_floating_point or param.layout != torch.strided:
+                raise ValueError(
+                    f"parameter {name!r} has dtype {param.dtype} and layout {param.layout}; "
+                    "only dense real floating-point parameters are stepped"
+                )
+            try:
+                layout = Layout.of(param)
+                states.append(algorithm.prepare(param, group))
+            except ValueError as error:
+                raise ValueError(f"parameter {name!r}: {error}") from error
+            require_supported(layout, name)
+            layouts.append(layout)
+        for param, layout, state in zip(params, layouts, states, strict=True):
+            self._layouts[param] = layout
+            self.state[param].update(state)
+        self._assign(params)
+
+    def _assign(self, params: Sequence[Tensor]) -> None:
+        by_group: dict[tuple[int, ...], list[Tensor]] = {}
+        for param in params:
+            if (ranks := self._sharing_ranks(param)) is not None:
+                by_group.setdefault(ranks, []).append(param)
+        for ranks, members in by_group.items():
+            loads = self._loads.setdefault(ranks, [0.0] * len(ranks))
+            # Newton-Schulz costs about the shorter side times the number of entries.
+            costs = [float(p.numel()) * min(p.shape[-2:], default=1) for p in members]
+            self._owners.update(zip(members, assign_owners(costs, loads), strict=True))
+
+    def _sharing_ranks(self, param: Tensor) -> tuple[int, ...] | None:
+        sharded = row_group(self._layouts[param])
+        group = sharded[0] if sharded else self._process_group
+        return None if group is None else tuple(dist.get_process_group_ranks(group))
+
+    def _exchange(self, params: Sequence[Tensor], layout: Layout) -> Exchange:
+        sharded = row_group(layout)
+        if sharded is None and (self._process_group is None or self._process_group.size() == 1):
+            return Whole()
+        owners = tuple(self._owners[p] for p in params)
+        if sharded is not None:
+            return RowSharded(group=sharded[0], owners=owners)
+        assert self._process_group is not None
+        return Replicated(group=self._process_group, owners=owners)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pipeline(self._tasks())
+        return loss
+
+    def _tasks(self) -> Iterator[Iterator[None]]:
+        notify = self._notify if self._observers else None
+        for group in self.param_groups:
+            algorithm = self._algorithm(group)
+            alike: dict[tuple[object, ...], list[Tensor]] = {}
+            for param in group["params"]:
+                if param.grad is not None:
+                    alike.setdefault(
+                        (tuple(param.shape), param.dtype, param.grad.dtype, self._layouts[param]), []
+                    ).append(param)
+            for params in alike.values():
+                layout = self._layouts[params[0]]
+                yield algorithm.step(
+                    Work(
+                        params=tuple(params),
+                        weights=tuple(local(p) for p in params),
+                        grads=tuple(_local_grad(p, self._layouts[p]) for p in params),
+                        states=tuple(self.state[p] for p in params),
+                        options=group,
+                        layout=layout,
+                        exchange=self._exchange(params, layout),
+                        notify=notify,
+                    )
+                )
+
+    def _notify(self, event: StepEvent) -> None:
+        for observer in self._observers.values():
+            observer(event)
+
+    def register_step_observer(self, observer: Observer) -> RemovableHandle:
+        """Have ``observer`` called with every ``StepEvent``; returns a handle with ``remove()``."""
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = observer
+        return handle
+
+    def facts(self, param: Tensor) -> ParamFacts:
+        """What events show of ``param``."""
+        for group in self.param_groups:
+            if any(param is p for p in group["params"]):
+                return self._algorithm(group).facts(param, self._layouts[param], group)
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no observers, as torch's own hooks are not copied, and works for itself: process groups cannot be.
+        state = super().__getstate__()
+        return {**state, "_algorithms": self._algorithms}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not hasattr(self, "_observers"):
+            self._process_group = None
+            self._observers = OrderedDict()
+            self._layouts, self._owners, self._loads = {}, {}, {}
+            for group in self.param_groups:
+                self._layouts.update((p, Layout.of(p)) for p in group["params"])
+                self._assign(group["params"])
+
+
+def scale_all_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply every tensor in place."""
+    if _exact_foreach(tensors):
+        torch._foreach_mul_(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def add_all_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) -> None:
+    """Add ``alpha`` times ``others`` in place, tensor by tensor."""
+    if _exact_foreach(tensors):
+        torch._foreach_add_(tensors, others, alpha=alpha)
+    else:
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.add_(other, alpha=alpha)
+
+
+def _exact_foreach(tensors: Sequence[Tensor]) -> bool:
+    # On a CPU, foreach kernels round the scalar to the dtype of the tensors: bfloat16 would decay by 0.98828, not 0.99.
+    return tensors[0].dtype in (torch.float32, torch.float64)
+
+
+def check_options(options: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
+    """Refuse option values that are out of range (ValueError): what, got what, allowed what."""
+    for option, (allowed, text) in checks.items():
+        value = options[option]
+        try:
+            good = allowed(value)
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise ValueError(f"{option} must be {text}, got {value!r}")
+
+
+NOT_NEGATIVE: Check = (lambda v: float(v) >= 0, "a number >= 0")
+POSITIVE: Check = (lambda v: float(v) > 0, "a number > 0")
+UNIT_INTERVAL: Check = (lambda v: not isinstance(v, str) and 0 < v <= 1, "in (0, 1]")
+BETAS: Check = (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
+
+
+def _local_grad(param: Tensor, layout: Layout) -> Tensor:
+    assert param.grad is not None
+    if Layout.of(param.grad) != layout:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} lies as ({Layout.of(param.grad).describe()}), "
+            f"its weight as ({layout.describe()}); redistribute the gradient to the weight's placements before step()"
+        )
+    return local(param.grad)

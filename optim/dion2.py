@@ -1,0 +1,220 @@
+"""Dion2: orthonormalise only the rows or columns of the momentum that are largest in L1 norm (arXiv 2512.16928)."""
+
+import math
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .base import NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, SpectralOptimizer, Work, add_all_, scale_all_
+from .events import ParamFacts, Selection, StepEvent
+from .layout import Layout, row_counts
+from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer
+from .scalar import AdamWAlgorithm, LionAlgorithm
+from .scion import ScionAlgorithm
+from .selection import l1_scores, put_, selected_count, selection_dim, take, top_k
+from .transport import RowSharded
+
+_ADJUST = ("spectral_norm", "rms_norm", None)
+
+
+class Dion2Algorithm:
+    """The rule of Dion2; ``algorithm="dion2"`` in a parameter group."""
+
+    name = "dion2"
+    defaults: Mapping[str, Any] = {
+        "lr": 0.01,
+        "fraction": 0.25,
+        "ef_decay": 0.95,
+        "weight_decay": 0.01,
+        "epsilon": 1e-8,
+        "adjust_lr": "spectral_norm",
+        "selection_scope": "local",
+        "newton_schulz_func": "polar_express",
+    }
+    checks: Mapping[str, Check] = {
+        "lr": NOT_NEGATIVE,
+        "fraction": UNIT_INTERVAL,
+        "ef_decay": (lambda v: 0 <= v <= 1, "in [0, 1]"),
+        "weight_decay": NOT_NEGATIVE,
+        "epsilon": POSITIVE,
+        "adjust_lr": (lambda v: v in _ADJUST, "'spectral_norm', 'rms_norm' or None"),
+        "selection_scope": (lambda v: v in ("local", "global"), "'local' or 'global'"),
+    }
+
+    def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The momentum, of the parameter's dtype and placement."""
+        if param.ndim not in (2, 3):
+            raise ValueError(
+                f"Dion2 steps matrices [d_out, d_in] and stacks of them, got shape {tuple(param.shape)}; give its "
+                "group algorithm='adamw', 'lion' or 'scion' (group_params does)"
+            )
+        make_orthogonalizer(options["newton_schulz_func"])
+        return {"momentum": torch.zeros_like(param)}
+
+    def facts(self, param: Tensor, layout: Layout, options: Mapping[str, Any]) -> ParamFacts:
+        """Shows every update and selection; an owner assembles every direction."""
+        return ParamFacts(algorithm=self.name, shows_update=True, select_dim=_dim(layout), owner_shows=param.ndim == 2)
+
+    def step(self, work: Work) -> Iterator[None]:
+        """M <- M + G;  K = top-k by L1;  U = orth(M[K]);  M[K] <- ef M[K];  W <- (1 - lr wd) W;  W[K] -= lr_adj U."""
+        options = work.options
+        check, text = self.checks["fraction"]
+        if not check(options["fraction"]):  # it may be scheduled
+            raise ValueError(f"fraction must be {text}, got {options['fraction']!r}")
+        momenta = work.buffers("momentum")
+        add_all_(momenta, [g.to(m.dtype) for g, m in zip(work.grads, momenta, strict=True)])
+        dim = _dim(work.layout)
+        scores = [l1_scores(m, dim) for m in momenta]
+        indices, counts = yield from _select(work, scores)
+        func = make_orthogonalizer(options["newton_schulz_func"])
+        picked = [take(m, i, dim).to(input_dtype(func)) for m, i in zip(momenta, indices, strict=True)]
+        for m, i in zip(momenta, indices, strict=True):
+            put_(m, i, dim, take(m, i, dim) * options["ef_decay"])
+        whole = yield from work.exchange.gather(picked, counts)
+        owned = _orthogonalize(func, whole, float(options["epsilon"]), picked[0].dtype)
+        directions = yield from work.exchange.scatter(owned, counts, picked[0])
+        lr = float(options["lr"])
+        scale = -lr * lr_factor(options["adjust_lr"], *work.layout.shape[-2:])
+        if work.notify is not None:
+            selections = tuple(Selection(dim=dim, scores=s, indices=i) for s, i in zip(scores, indices, strict=True))
+            work.notify(
+                StepEvent(
+                    algorithm=self.name,
+                    params=work.params,
+                    lr=lr,
+                    scale=scale,
+                    directions=directions,
+                    selections=selections,
+                    owned=owned,
+                )
+            )
+        scale_all_(work.weights, 1 - lr * float(options["weight_decay"]))
+        for w, i, u in zip(work.weights, indices, directions, strict=True):
+            put_(w, i, dim, take(w, i, dim).add_(u.to(w.dtype), alpha=scale))
+
+
+class Dion2(SpectralOptimizer):
+    """Dion2. The top-k is by **L1 norm** of the momentum's rows or columns.
+
+        M <- M + G,   U = orth(M[K]),   M[K] <- ef_decay M[K],   W <- (1 - lr wd) W,   W[K] <- W[K] - lr_adj U
+
+    K are the k = max(1, ⌈fraction n⌉) rows or columns of M with the largest L1 norm: the dimension that is sharded, or
+    else the shorter one. Argument names and defaults are those of microsoft/dion.
+
+    Args:
+        params: Parameters, named parameters or groups (see ``group_params``). A group's ``algorithm`` is dion2, adamw,
+            lion or scion.
+        distributed_mesh: Ranks that hold replicas of the plain parameters and share the work on them (DDP): a 1-D
+            mesh or a process group. Sharded parameters bring their own mesh.
+        lr: Learning rate, >= 0.
+        fraction: Share of rows or columns to select, in (0, 1]. A scheduler may change it per group.
+        ef_decay: Decay of the selected momentum, in [0, 1].
+        betas: Of AdamW and Lion groups.
+        weight_decay: Decoupled, >= 0, on all rows.
+        epsilon: Added to denominators.
+        adjust_lr: ``spectral_norm``: lr √(d_out/d_in); ``rms_norm``: 0.2 lr √max(d_out, d_in); None: lr.
+        newton_schulz_func: Name in ``orthogonalize.NAMES`` or ``func(input, epsilon)``.
+        selection_scope: ``local``: every shard selects from its own rows; ``global``: from the whole matrix.
+        momentum: Of Scion groups: one minus β, in (0, 1].
+
+    Raises:
+        ValueError: For a value out of range or a parameter that cannot be stepped.
+
+    Source: arXiv 2512.16928; microsoft/dion.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        distributed_mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        lr: float = 0.01,
+        fraction: float = 0.25,
+        ef_decay: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.01,
+        epsilon: float = 1e-8,
+        adjust_lr: str | None = "spectral_norm",
+        newton_schulz_func: str | NewtonSchulzFunc = "polar_express",
+        selection_scope: str = "local",
+        *,
+        momentum: float = 0.05,
+    ) -> None:
+        defaults = {
+            "algorithm": "dion2",
+            "lr": lr,
+            "fraction": fraction,
+            "ef_decay": ef_decay,
+            "betas": tuple(betas),
+            "weight_decay": weight_decay,
+            "epsilon": epsilon,
+            "adjust_lr": adjust_lr,
+            "newton_schulz_func": newton_schulz_func,
+            "selection_scope": selection_scope,
+            "momentum": momentum,
+        }
+        if isinstance(distributed_mesh, DeviceMesh):
+            if distributed_mesh.ndim != 1:
+                raise ValueError(
+                    f"distributed_mesh must be one-dimensional, got {distributed_mesh}; pass one of its dimensions"
+                )
+            distributed_mesh = distributed_mesh.get_group()
+        algorithms = (Dion2Algorithm(), AdamWAlgorithm(), LionAlgorithm(), ScionAlgorithm())
+        super().__init__(params, defaults, algorithms=algorithms, process_group=distributed_mesh)
+
+
+def lr_factor(adjust_lr: str | None, d_out: int, d_in: int) -> float:
+    """Factor of the learning rate by the shape of the whole matrix: √(d_out/d_in), 0.2 √max(d_out, d_in), or 1."""
+    if adjust_lr == "spectral_norm":
+        return math.sqrt(d_out / d_in)
+    return 0.2 * math.sqrt(max(d_out, d_in)) if adjust_lr == "rms_norm" else 1.0
+
+
+def _dim(layout: Layout) -> int:
+    rows, columns = layout.shape[-2:]
+    return selection_dim(rows, columns, rows_sharded=0 in layout.sharded_dims)
+
+
+def _select(work: Work, scores: list[Tensor]) -> Generator[None, None, tuple[list[Tensor], list[list[int]]]]:
+    """Local indices of the selected slices of every matrix, and how many of them each rank has."""
+    fraction = work.options["fraction"]
+    rows = row_counts(work.layout)
+    if isinstance(work.exchange, RowSharded) and work.options["selection_scope"] == "global":
+        start = sum(rows[: work.exchange.group.rank()])
+        stop = start + rows[work.exchange.group.rank()]
+        total = work.layout.shape[-2]
+        table = yield from work.exchange.assemble_vectors(scores, start, total)
+        chosen = top_k(table, selected_count(fraction, total))
+        indices = [c[(c >= start) & (c < stop)] - start for c in chosen]
+        edges = torch.tensor(rows).cumsum(0).to(chosen.device)
+        owner = torch.bucketize(chosen, edges, right=True)
+        counts = [row.bincount(minlength=len(rows)).tolist() for row in owner]
+        return indices, counts
+    if isinstance(work.exchange, RowSharded):
+        # k comes from the largest shard, so that every rank agrees on it (microsoft/dion).
+        k = selected_count(fraction, max(rows))
+        counts = [[min(k, r) for r in rows]] * len(scores)
+    else:
+        k = selected_count(fraction, scores[0].size(-1))
+        counts = [[work.layout.shape[0]]] * len(scores)
+    return [top_k(s, k) for s in scores], counts
+
+
+def _orthogonalize(
+    func: NewtonSchulzFunc, whole: Mapping[int, Tensor], epsilon: float, dtype: torch.dtype
+) -> dict[int, Tensor]:
+    """Orthogonalise all owned matrices; those of equal shape as one batch."""
+    alike: dict[torch.Size, list[int]] = {}
+    for i, matrix in whole.items():
+        alike.setdefault(matrix.shape, []).append(i)
+    result: dict[int, Tensor] = {}
+    for indices in alike.values():
+        if len(indices) == 1:
+            found = [func(whole[indices[0]], epsilon=epsilon)]
+        else:
+            found = list(func(torch.stack([whole[i] for i in indices]), epsilon=epsilon).unbind())
+        result.update((i, u.to(dtype)) for i, u in zip(indices, found, strict=True))
+    return dict(sorted(result.items()))

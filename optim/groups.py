@@ -1,0 +1,144 @@
+"""Model to parameter groups by role, and the routing table that a user can print."""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+Options = Mapping[str, Any]
+
+ROLES: Mapping[str, Options] = {
+    "hidden": {},
+    "expert": {},
+    "conv": {"algorithm": "scion", "norm": "SpectralConv"},
+    "embedding": {"algorithm": "scion", "norm": "ColNorm", "norm_kwargs": {"transpose": True}, "unconstrained": True},
+    "head": {"algorithm": "scion", "norm": "RowNorm", "unconstrained": True},
+    "tied": {"algorithm": "scion", "norm": "Sign", "unconstrained": True},
+    "vector": {"algorithm": "scion", "norm": "BiasRMS", "unconstrained": True},
+}
+"""What each role is stepped with; the empty ones by the optimizer's own rule."""
+
+_HEAD_NAMES = frozenset({"lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier"})
+_TABLE_NAME = re.compile(r"(^|[._])(pos|position|wpe|wte|embed)", re.IGNORECASE)
+_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
+
+
+class ParamGroups(list[dict[str, Any]]):
+    """Parameter groups for an optimizer; ``print`` shows which parameter is stepped how."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """One dict a parameter: name, role, shape, and the options that its group sets."""
+        return [
+            {"name": name, "role": group["role"], "shape": tuple(param.shape), **_own_options(group)}
+            for group in self
+            for name, param in group["params"]
+        ]
+
+    def __str__(self) -> str:
+        lines = [("name", "role", "shape", "stepped with")]
+        for row in self.table():
+            options = ", ".join(f"{k}={v}" for k, v in row.items() if k not in ("name", "role", "shape"))
+            lines.append(
+                (
+                    row["name"],
+                    row["role"],
+                    "x".join(map(str, row["shape"])) or "scalar",
+                    options or "the optimizer's rule",
+                )
+            )
+        widths = [max(len(line[i]) for line in lines) for i in range(3)]
+        return "\n".join(
+            "  ".join([*(c.ljust(w) for c, w in zip(line[:3], widths, strict=True)), line[3]]) for line in lines
+        )
+
+
+def group_params(
+    model: nn.Module, *, roles: Mapping[str, Options] | None = None, overrides: Mapping[str, Options] | None = None
+) -> ParamGroups:
+    """Parameter groups of a model, by the role of each parameter.
+
+    Hidden matrices and experts are left to the optimizer's own rule; embeddings, heads, convolutions and vectors get
+    the geometry that Scion gives them (``ROLES``). Frozen parameters are left out, tied ones appear once.
+
+    Args:
+        model: The model, sharded or not.
+        roles: Options to add or replace by role: ``{"embedding": {"scale": 8.0}}``.
+        overrides: Options to add or replace by regular expression on the parameter's name; of several patterns the
+            first that matches wins. ``role`` may be overridden too.
+
+    Raises:
+        ValueError: For an unknown role, a pattern that matches nothing, or a model without trainable parameters.
+    """
+    roles, overrides = dict(roles or {}), dict(overrides or {})
+    for role in [*roles, *(o["role"] for o in overrides.values() if "role" in o)]:
+        if role not in ROLES:
+            raise ValueError(f"unknown role {role!r}; known are {', '.join(ROLES)}")
+    found = infer_roles(model)
+    unused = set(overrides)
+    groups: dict[str, dict[str, Any]] = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        pattern = next((p for p in overrides if re.search(p, clean_name(name))), None)
+        unused.discard(pattern or "")
+        own = dict(overrides[pattern]) if pattern is not None else {}
+        role = own.pop("role", found[param])
+        options = {**ROLES[role], **roles.get(role, {}), **own}
+        group = groups.setdefault(repr((role, sorted(options.items()))), {"params": [], "role": role, **options})
+        group["params"].append((clean_name(name), param))
+    if unused:
+        names = ", ".join(clean_name(n) for n, _ in model.named_parameters())
+        raise ValueError(f"override pattern {sorted(unused)[0]!r} matches no parameter; names are {names}")
+    if not groups:
+        raise ValueError("the model has no parameter that requires a gradient")
+    if not any(g["role"] in ("hidden", "expert", "conv") for g in groups.values()):
+        logger.warning("no hidden matrix found: nothing will be orthogonalised (are the weights flattened to 1-D?)")
+    return ParamGroups(groups.values())
+
+
+def infer_roles(model: nn.Module) -> dict[Tensor, str]:
+    """Role of every parameter: embedding, hidden, head, tied, vector, conv or expert.
+
+    Read from module types, shapes and names: an ``nn.Embedding`` is an embedding; a Linear layer is the head when it is
+    called so (``head``, ``lm_head``, ``output``, …) or when it is the last one and as tall as an embedding; a tensor
+    that is both is tied; what has at most one dimension longer than 1 is a vector.
+    """
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = [(name, m.weight) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    heads = {w for name, w in linears if name.rpartition(".")[2] in _HEAD_NAMES}
+    if linears and linears[-1][1].shape[0] in {e.shape[0] for e in embeddings}:
+        heads.add(linears[-1][1])
+    tied = embeddings & {w for _, w in linears}
+    convolutions = {m.weight for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
+    roles: dict[Tensor, str] = {}
+    for name, param in model.named_parameters():
+        if sum(size > 1 for size in param.shape) <= 1 and param not in heads | embeddings:
+            roles[param] = "vector"
+        elif param in tied:
+            roles[param] = "tied"
+        elif param in embeddings or (
+            param.ndim == 2 and param not in {w for _, w in linears} and _TABLE_NAME.search(name)
+        ):
+            roles[param] = "embedding"
+        elif param in heads:
+            roles[param] = "head"
+        elif param in convolutions or param.ndim > 3:
+            roles[param] = "conv"
+        else:
+            roles[param] = "expert" if param.ndim == 3 else "hidden"
+    return roles
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the prefixes that wrappers add and without a trailing ``.weight``."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name.removesuffix(".weight")
+
+
+def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "role")}

@@ -1,0 +1,300 @@
+"""Norm geometries: the direction of steepest descent (``lmo``) and weights of unit norm (``init_``) of each. Pure.
+
+``lmo(g)`` has the sign of the gradient: an optimizer subtracts it. ``W`` is ``[d_out, d_in]``. Definitions follow
+LIONS-EPFL/scion, whose keyword arguments these classes take; 1e-8 is added to every denominator.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer
+
+_EPS = 1e-8
+
+Extent = Literal["entry", "row", "matrix"]
+"""What must be whole on one rank for ``lmo`` to be exact there."""
+
+
+class Norm(Protocol):
+    """One norm geometry."""
+
+    @property
+    def extent(self) -> Extent:
+        """What ``lmo`` needs whole."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype in which the matrix may travel to where it is whole; None for its own."""
+
+    def lmo(self, g: Tensor) -> Tensor:
+        """Direction of unit norm that has the largest inner product with ``g``. ``g`` is not modified."""
+
+    def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Fill the whole weight ``w`` with random values of unit norm, in place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spectral:
+    """RMS->RMS operator norm: ``lmo = s U Vᵀ``, s = √(d_out/d_in).
+
+    Args:
+        normalized: False: s = √d_out.
+        max: s = max(1, s).
+        steps: Newton-Schulz steps.
+        orthogonalizer: Name or callable, see ``orthogonalize.NAMES``.
+    """
+
+    normalized: bool = True
+    max: bool = False
+    steps: int = 5
+    orthogonalizer: str | NewtonSchulzFunc = "lions_ns5"
+    _func: NewtonSchulzFunc = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_func", make_orthogonalizer(self.orthogonalizer, steps=self.steps))
+
+    @property
+    def extent(self) -> Extent:
+        """The whole matrix."""
+        return "matrix"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of the orthogonaliser."""
+        return input_dtype(self._func)
+
+    def _scale(self, d_out: int, d_in: int) -> float:
+        scale = math.sqrt(d_out / d_in) if self.normalized else math.sqrt(d_out)
+        return max(1.0, scale) if self.max else scale
+
+    def lmo(self, g: Tensor) -> Tensor:
+        """``[..., d_out, d_in]`` to the same shape, in the orthogonaliser's dtype."""
+        return self._func(g, epsilon=1e-7) * self._scale(g.size(-2), g.size(-1))
+
+    def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Semi-orthogonal times s."""
+        return w.copy_(_orthogonal(w, generator) * self._scale(w.size(-2), w.size(-1)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpectralConv:
+    """Spectral norm of a convolution ``[out, in, *kernel]``, seen as the matrix ``[out, in·∏kernel]``.
+
+    ``lmo = √(out/in) / ∏kernel · U Vᵀ``. (The reference divides by the square of the first kernel size, which is the
+    same for square kernels only.)
+
+    Args:
+        steps: Newton-Schulz steps.
+        orthogonalizer: Name or callable.
+    """
+
+    steps: int = 5
+    orthogonalizer: str | NewtonSchulzFunc = "lions_ns5"
+    _func: NewtonSchulzFunc = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_func", make_orthogonalizer(self.orthogonalizer, steps=self.steps))
+
+    @property
+    def extent(self) -> Extent:
+        """The whole kernel."""
+        return "matrix"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of the orthogonaliser."""
+        return input_dtype(self._func)
+
+    def lmo(self, g: Tensor) -> Tensor:
+        """``[out, in, *kernel]`` to the same shape, in the orthogonaliser's dtype."""
+        flat = self._func(g.reshape(g.size(0), -1), epsilon=1e-7)
+        return flat.view(g.shape) * (math.sqrt(g.size(0) / g.size(1)) / math.prod(g.shape[2:]))
+
+    def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Every tap of the kernel semi-orthogonal, times the factor of ``lmo``."""
+        factor = math.sqrt(w.size(0) / w.size(1)) / math.prod(w.shape[2:])
+        taps = w.flatten(2).movedim(2, 0)
+        for tap in taps:
+            tap.copy_(_orthogonal(tap, generator) * factor)
+        return w
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColNorm:
+    """1->RMS operator norm: every column divided by its RMS.
+
+    Args:
+        normalized: The RMS is multiplied by the number of columns first.
+        transpose: Work on ``gᵀ``; for an embedding ``[vocab, d]`` every row then gets RMS 1.
+    """
+
+    normalized: bool = False
+    transpose: bool = False
+
+    @property
+    def extent(self) -> Extent:
+        """Rows when transposed and no count of all columns is needed, else the whole matrix."""
+        return "row" if self.transpose and not self.normalized else "matrix"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Its own."""
+        return None
+
+    def lmo(self, g: Tensor) -> Tensor:
+        """``[d_out, d_in]`` to the same shape."""
+        dim, count = (-1, g.size(-2)) if self.transpose else (-2, g.size(-1))
+        size = _l2(g, dim) / math.sqrt(g.size(dim))
+        return g / ((size * count if self.normalized else size) + _EPS)
+
+    def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Gaussian, then ``lmo``."""
+        return w.copy_(self.lmo(_gaussian(w, generator)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowNorm:
+    """RMS->inf operator norm: every row divided by its L2 norm (times √d_in when normalized).
+
+    Args:
+        normalized: False: divided by the L2 norm alone.
+        transpose: Work on ``gᵀ``.
+    """
+
+    normalized: bool = True
+    transpose: bool = False
+
+    @property
+    def extent(self) -> Extent:
+        """Rows, or the whole matrix when transposed."""
+        return "matrix" if self.transpose else "row"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Its own."""
+        return None
+
+    def lmo(self, g: Tensor) -> Tensor:
+        """``[d_out, d_in]`` to the same shape."""
+        dim = -2 if self.transpose else -1
+        size = _l2(g, dim)
+        return g / ((size * math.sqrt(g.size(dim)) if self.normalized else size) + _EPS)
+
+    def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Gaussian, then ``lmo``."""
+        return w.copy_(self.lmo(_gaussian(w, generator)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BiasRMS:
+    """Vectors: ``g / RMS(g)``, the RMS over dimension 0."""
+
+    @property
+    def extent(self) -> Extent:
+        """The whole vector."""
+        return "matrix"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Its own."""
+        return None
+
+    def lmo(self, g: Tensor) -> Tensor:
+        """Any shape; a 0-d gradient gives its sign."""
+        size = g.square().mean(dim=0, keepdim=True).sqrt() if g.ndim else g.abs()
+        return g / (size + _EPS)
+
+    def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Zeros."""
+        return w.zero_()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sign:
+    """1->inf operator norm: ``sign(g) / d_in``.
+
+    Args:
+        zero_init: ``init_`` gives zeros instead of random signs.
+        normalized: False: ``sign(g)``.
+    """
+
+    zero_init: bool = False
+    normalized: bool = True
+
+    @property
+    def extent(self) -> Extent:
+        """Single entries."""
+        return "entry"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Its own."""
+        return None
+
+    def lmo(self, g: Tensor) -> Tensor:
+        """``[d_out, d_in]`` to the same shape."""
+        return torch.sign(g) / g.size(-1) if self.normalized and g.ndim else torch.sign(g)
+
+    def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Random signs over d_in, or zeros."""
+        if self.zero_init:
+            return w.zero_()
+        signs = torch.randint(0, 2, w.shape, generator=generator, device=w.device, dtype=torch.float32) * 2 - 1
+        return w.copy_(signs / w.size(-1) if self.normalized and w.ndim else signs)
+
+
+NORMS: Mapping[str, Callable[..., Norm]] = {
+    "Spectral": Spectral,
+    "SpectralConv": SpectralConv,
+    "ColNorm": ColNorm,
+    "RowNorm": RowNorm,
+    "BiasRMS": BiasRMS,
+    "Sign": Sign,
+}
+"""Every geometry by name; ``Auto`` chooses by the number of dimensions."""
+
+
+def make_norm(name: str, ndim: int, kwargs: Mapping[str, object] | None = None) -> Norm:
+    """The geometry of a parameter with ``ndim`` dimensions.
+
+    ``Auto`` is BiasRMS for 0 and 1 dimensions, Spectral for 2, SpectralConv for 3 and more.
+
+    Raises:
+        ValueError: For an unknown name, an unknown option, or a geometry that cannot hold such a parameter.
+    """
+    if name == "Auto":
+        name = "BiasRMS" if ndim < 2 else "Spectral" if ndim == 2 else "SpectralConv"
+    if name not in NORMS:
+        raise ValueError(f"unknown norm {name!r}; known are Auto, {', '.join(NORMS)}")
+    least = {"Spectral": 2, "ColNorm": 2, "RowNorm": 2, "SpectralConv": 3}.get(name, 0)
+    if ndim < least:
+        raise ValueError(
+            f"norm {name!r} needs at least {least} dimensions, got a parameter with {ndim}; use Auto or BiasRMS"
+        )
+    try:
+        return NORMS[name](**(kwargs or {}))
+    except TypeError as error:
+        raise ValueError(f"norm_kwargs of {name!r}: {error}") from error
+
+
+def _l2(g: Tensor, dim: int) -> Tensor:
+    # Square, sum and root in the dtype of g, as the reference does; a fused norm rounds bfloat16 elsewhere.
+    return g.square().sum(dim=dim, keepdim=True).sqrt()
+
+
+def _gaussian(w: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(w.shape, generator=generator, device=w.device, dtype=torch.float32)
+
+
+def _orthogonal(w: Tensor, generator: torch.Generator | None) -> Tensor:
+    # QR in float64 of a Gaussian, columns signed by the diagonal of R: uniform over semi-orthogonal matrices.
+    gauss = _gaussian(w, generator).double()
+    wide = gauss.size(-2) < gauss.size(-1)
+    factor, r = torch.linalg.qr(gauss.mT if wide else gauss)
+    q: Tensor = factor * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
+    return q.mT if wide else q
