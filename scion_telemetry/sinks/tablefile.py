@@ -7,6 +7,7 @@ and a forked child has no copy of a buffer to write a second time.
 import csv
 import io
 import os
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -71,8 +72,10 @@ class TableFile:
 
     def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)
-        self._size = os.fstat(self._file.fileno()).st_size  # up to here every line is whole
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        self._fd = os.open(path, flags, 0o666)
+        self._close = weakref.finalize(self, os.close, self._fd)  # also of a sink that nobody closed
+        self._size = os.fstat(self._fd).st_size  # up to here every line is whole
         if self._size == 0:
             self.append(csv_lines([columns]))
 
@@ -87,7 +90,7 @@ class TableFile:
             self._take_back()
             rest = memoryview(lines)
             while rest:  # a full disk first shows as a short write
-                rest = rest[self._file.write(rest) :]
+                rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
             self._try_take_back()
             raise OSError(error.errno, error.strerror, str(self.path)) from error
@@ -95,11 +98,11 @@ class TableFile:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        self._file.close()
+        self._close()
 
     def _take_back(self) -> None:
-        if os.fstat(self._file.fileno()).st_size > self._size:
-            self._file.truncate(self._size)
+        if os.fstat(self._fd).st_size > self._size:
+            os.ftruncate(self._fd, self._size)
 
     def _try_take_back(self) -> None:
         try:
