@@ -129,7 +129,8 @@ class Run:
 class Runs:
     """Several runs as one table each: first the column ``run``, last one column an attribute.
 
-    An attribute that shares its name with a column of any table stands as ``run_<name>`` in all of them.
+    An attribute that shares its name with a column of ``params``, ``layers`` or ``selection`` stands as
+    ``run_<name>`` in every table; one that shares it with a scalar does so in ``scalars``.
 
     Args:
         runs: The runs, in the order of their paths.
@@ -182,7 +183,7 @@ class Runs:
         which = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         facts = self.attributes.iloc[which].reset_index(drop=True)
         rows = pd.concat(tables, ignore_index=True)
-        facts = facts.drop(columns=[name for name in facts.columns if name in rows.columns])
+        facts = facts.rename(columns={name: f"run_{name}" for name in rows.columns if name in facts.columns})
         return pd.concat([facts[["run"]], rows, facts.drop(columns="run")], axis=1)
 
     def __len__(self) -> int:

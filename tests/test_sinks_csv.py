@@ -179,7 +179,7 @@ def test_cells_of_other_number_types(tmp_path: Path) -> None:  # C131
         "update_weight_ratio": True,
     }
     sink.write(one_row(1, values))
-    sink.write(one_row(np.int64(2), {"weight_rms": 12345678901}))
+    sink.write(one_row(2, {"weight_rms": 12345678901}))
     assert lines(tmp_path / "layers.csv")[1:] == ["1,embed,NaN,0.5,1", "2,embed,12345678901,,"]
     with pytest.raises(TypeError):
         sink.write(one_row(3, {"weight_rms": [1, 2, 3]}))  # type: ignore[dict-item]
