@@ -57,12 +57,17 @@ def rule(
     )
 
 
-ABOVE = {"tracker", "_tracker*", *SHOWN, "integrations", "testing"}
-
 RULES = (
     rule({"rows", "words", "schedule"}),
     rule({"optim"}, {"torch"}, {"optim"}),
     rule({"metrics", "reduce", "_reduce*"}, {"torch"}, {"optim.layout", "rows", "metrics", "reduce", "_reduce*"}),
+    # The parts that the tracker drives. They know what they measure, and neither the tracker nor a destination.
+    rule(
+        {"collect", "plan", "scalars"},
+        {"torch"},
+        {"optim.layout", "optim.events", "rows", "metrics", "reduce", "collect", "plan", "scalars"},
+    ),
+    rule({"writer"}, inside={"rows"}),
     rule({"sinks"}, {"rich", *EXTRAS}, {"rows", "words", "sinks"}, vendors=1),
     rule({"store", "_store*"}, TABLES, {"rows", "store", "_store*"}),
     rule({"plots", "_plot*"}, {*TABLES, "matplotlib"}, {*OFFLINE, "plots", "_plot*"}),

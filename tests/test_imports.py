@@ -72,6 +72,8 @@ TREE = {f"{PACKAGE}.{name}": None for name in (*OFFLINE, "tracker", "optim.layou
         ("tracker", "import scion_telemetry.cli", "cli, which is not"),
         ("tracker", "from . import plots", "plots, which is not"),
         ("tracker", "import pandas", "imports pandas"),
+        ("collect", "from scion_telemetry.optim.scion import Scion", "optim.scion, which is not"),
+        ("writer", "from scion_telemetry.sinks import csv", "sinks.csv, which is not"),
         ("testing", "from scion_telemetry.demo import train", "demo, which is not"),
         ("dashboards.report", "from scion_telemetry.tracker import Tracker", "tracker, which is not"),
         ("demo.train", "from scion_telemetry.cli import app", "cli, which is not"),
