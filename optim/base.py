@@ -269,7 +269,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 def scale_all_(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply every tensor in place."""
     if _exact_foreach(tensors):
-        torch._foreach_mul_(tensors, factor)
+        torch._foreach_mul_(list(tensors), factor)
     else:
         for tensor in tensors:
             tensor.mul_(factor)
@@ -278,7 +278,7 @@ def scale_all_(tensors: Sequence[Tensor], factor: float) -> None:
 def add_all_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) -> None:
     """Add ``alpha`` times ``others`` in place, tensor by tensor."""
     if _exact_foreach(tensors):
-        torch._foreach_add_(tensors, others, alpha=alpha)
+        torch._foreach_add_(list(tensors), list(others), alpha=alpha)
     else:
         for tensor, other in zip(tensors, others, strict=True):
             tensor.add_(other, alpha=alpha)

@@ -116,7 +116,8 @@ class Sink(Protocol):
     """A destination. Only rank 0 calls it, from one thread at a time, with plain Python values.
 
     ``open`` runs while the tracker is constructed and raises ``ValueError`` or ``RuntimeError`` when the sink cannot
-    start. An exception from ``write`` or ``close`` is reported by the tracker and stops this sink alone.
+    start. An exception from ``write`` or ``close`` is reported by the tracker and stops neither training nor other
+    sinks: the batch is lost to this sink, and the next one is tried again.
     """
 
     def open(self, run: RunInfo) -> None:

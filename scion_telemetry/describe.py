@@ -1,0 +1,112 @@
+"""What the tracker reads off a model and an optimizer: names, roles, options, and what the optimizer will show."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scion_telemetry.optim.events import ObservableOptimizer, ParamFacts
+from scion_telemetry.optim.groups import clean_name, infer_roles
+from scion_telemetry.optim.layout import Layout
+from scion_telemetry.plan import ParamSpec
+from scion_telemetry.rows import ParamInfo, Value
+
+_NOT_OPTIONS = frozenset({"params", "param_names", "role", "name", "algorithm"})
+
+
+def parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The parameters that the optimizer steps, by clean name, in model order; tied ones once.
+
+    Raises:
+        ValueError: When the optimizer steps none of the model's parameters, or one that the model does not have.
+    """
+    stepped = {param for group in optimizer.param_groups for param in group["params"]}
+    named = {clean_name(name): param for name, param in model.named_parameters()}
+    found: dict[str, Tensor] = {name: param for name, param in named.items() if param in stepped}
+    if foreign := stepped - set(found.values()):
+        shapes = sorted(str(tuple(param.shape)) for param in foreign)
+        raise ValueError(
+            f"the optimizer steps {len(foreign)} parameters that the model does not have, of shapes "
+            f"{', '.join(shapes[:5])}; pass the model that the optimizer was made for, after sharding or wrapping it"
+        )
+    return found
+
+
+def describe(model: nn.Module, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> list[ParamSpec]:
+    """This rank's parameters, as the other ranks need to know them."""
+    roles = infer_roles(model)
+    aliases: dict[Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(param, []).append(clean_name(name))
+    groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+    return [
+        _spec(name, param, groups[param], roles[param], aliases[param], facts(optimizer, param))
+        for name, param in params.items()
+    ]
+
+
+def facts(optimizer: torch.optim.Optimizer, param: Tensor) -> ParamFacts:
+    """What the optimizer shows of a parameter: nothing, unless it is one of ours."""
+    if isinstance(optimizer, ObservableOptimizer):
+        return optimizer.facts(param)
+    return ParamFacts(algorithm=type(optimizer).__name__)
+
+
+def decoupled_decay(optimizer: torch.optim.Optimizer) -> dict[Tensor, float]:
+    """lr · weight decay of every parameter whose decay is decoupled from its update.
+
+    Known are the AdamW and Lion groups of our own optimizers, torch's Adam family where its groups say so, and
+    ``torch.optim.Muon``. For others a decay counts as part of the update.
+    """
+    decay: dict[Tensor, float] = {}
+    for group in optimizer.param_groups:
+        own = (
+            isinstance(optimizer, ObservableOptimizer)
+            and "weight_decay" in group
+            and not group.get("cautious_wd", False)
+        )
+        decoupled = own or group.get("decoupled_weight_decay", False) or isinstance(optimizer, torch.optim.Muon)
+        factor = float(group["lr"]) * float(group["weight_decay"]) if decoupled else 0.0
+        decay.update(dict.fromkeys(group["params"], factor))
+    return decay
+
+
+def _spec(
+    name: str, param: Tensor, group: Mapping[str, Any], role: str, names: Sequence[str], shown: ParamFacts
+) -> ParamSpec:
+    try:
+        if param.is_complex() or param.layout != torch.strided:
+            raise ValueError(
+                f"dtype {param.dtype} and layout {param.layout} are not measured; only dense real tensors are"
+            )
+        layout = Layout.of(param)
+    except ValueError as error:
+        raise ValueError(f"parameter {name!r}: {error}") from error
+    role = group.get("role", role)
+    info = ParamInfo(
+        name=name,
+        aliases=tuple(n for n in names if n != name),
+        role="head" if role == "tied" else role,
+        shape=tuple(param.shape),
+        dtype=str(param.dtype).removeprefix("torch."),
+        layout=layout.describe(),
+        algorithm=shown.algorithm,
+        options={key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS},
+    )
+    return ParamSpec(
+        info=info,
+        runs=tuple(layout.runs(d) for d in range(param.ndim)),
+        select_dim=shown.select_dim,
+        shows_update=shown.shows_update,
+        owner_shows=shown.owner_shows,
+    )
+
+
+def _plain(value: Any) -> Value:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    return json.dumps(value) if isinstance(value, Mapping | list | tuple) else getattr(value, "__name__", repr(value))

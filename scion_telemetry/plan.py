@@ -1,0 +1,139 @@
+"""What is measured where: the union of all ranks' parameters, agreed once, in one order.
+
+Every rank describes its parameters; the descriptions are exchanged; every rank then derives the same plan from the same
+data. Of ranks that hold the same piece one measures it, in turn, so that replicas share the work and no element is
+counted twice. That the pieces of every parameter add up to the whole is checked here.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from scion_telemetry.metrics.pieces import MatrixShape
+from scion_telemetry.optim.layout import Runs, length
+from scion_telemetry.rows import ParamInfo
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamSpec:
+    """What one rank knows of one of its parameters; travels between ranks.
+
+    Args:
+        info: What ``params.csv`` says of it.
+        runs: For each dimension the global indices of this rank's piece.
+        select_dim: -2 or -1 where the optimizer selects from it.
+        shows_update: The optimizer shows its update.
+        owner_shows: Some rank assembles the whole direction of its update.
+    """
+
+    info: ParamInfo
+    runs: tuple[Runs, ...]
+    select_dim: int | None = None
+    shows_update: bool = False
+    owner_shows: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """One parameter, as all ranks agreed.
+
+    Args:
+        spec: As the first rank that holds it describes it.
+        shape: The parameter as matrices.
+        measurers: Ranks that measure a piece.
+        cut: Dimensions along which pieces are cut.
+        holders: Ranks that hold a piece.
+    """
+
+    spec: ParamSpec
+    shape: MatrixShape
+    measurers: tuple[int, ...]
+    cut: frozenset[int]
+    holders: int
+
+    @property
+    def layout(self) -> str:
+        """For people: ``whole``, ``replicated x2``, or as DTensor has it."""
+        own = self.spec.info.layout
+        return f"replicated x{self.holders}" if own == "whole" and self.holders > 1 else own
+
+    @property
+    def matrices_cut(self) -> bool:
+        """No rank holds a whole matrix of it."""
+        matrix_dims = {1, 2} if self.shape.batch > 1 else set(range(len(self.spec.info.shape)))
+        return bool(self.cut & matrix_dims)
+
+
+def agree(describe: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """Exchange a description between all ranks; returns them by rank.
+
+    Raises:
+        ValueError: On all ranks, when any of them failed to describe; nobody is left waiting.
+    """
+    if group is None:
+        return [describe()]
+    mine: tuple[T | None, str | None]
+    try:
+        mine = (describe(), None)
+    except (ValueError, RuntimeError, TypeError, OSError) as error:
+        mine = (None, str(error))
+    everybody: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybody, mine, group=group)
+    for rank, (_, message) in enumerate(everybody):
+        if message is not None:
+            raise ValueError(message if rank == group.rank() else f"rank {rank}: {message}")
+    return [description for description, _ in everybody]
+
+
+def make_plan(by_rank: Sequence[Sequence[ParamSpec]]) -> tuple[Planned, ...]:
+    """The plan, from every rank's specs: in the order of the first rank, then of the next one that has more.
+
+    Raises:
+        ValueError: When ranks disagree about a parameter, or its pieces do not make up the whole.
+    """
+    holders: dict[str, list[tuple[int, ParamSpec]]] = {}
+    for rank, specs in enumerate(by_rank):
+        for spec in specs:
+            holders.setdefault(spec.info.name, []).append((rank, spec))
+    return tuple(_plan(name, found, turn) for turn, (name, found) in enumerate(holders.items()))
+
+
+def require_equal(what: str, by_rank: Sequence[object]) -> None:
+    """Refuse (ValueError, on all ranks) settings that differ between ranks."""
+    for rank, value in enumerate(by_rank):
+        if value != by_rank[0]:
+            raise ValueError(f"{what} differs between ranks: rank 0 has {by_rank[0]!r}, rank {rank} has {value!r}")
+
+
+def _plan(name: str, found: Sequence[tuple[int, ParamSpec]], turn: int) -> Planned:
+    first_rank, first = found[0]
+    for rank, spec in found:
+        for what in ("shape", "dtype", "role", "algorithm"):
+            one, other = getattr(first.info, what), getattr(spec.info, what)
+            if one != other:
+                raise ValueError(
+                    f"{what} of parameter {name!r} is {one!r} on rank {first_rank} and {other!r} on rank {rank}"
+                )
+    pieces: dict[tuple[Runs, ...], list[int]] = {}
+    for rank, spec in found:
+        if math.prod(map(length, spec.runs)):
+            pieces.setdefault(spec.runs, []).append(rank)
+    total = math.prod(first.info.shape)
+    counted = sum(math.prod(map(length, runs)) for runs in pieces)
+    if counted != total:
+        raise ValueError(
+            f"the pieces of parameter {name!r} on ranks {[rank for rank, _ in found]} hold {counted} elements, its "
+            f"shape {first.info.shape} has {total}; give the tracker a process group that spans all of its pieces"
+        )
+    return Planned(
+        spec=first,
+        shape=MatrixShape.of(first.info.shape, first.info.role),
+        measurers=tuple(sorted(ranks[turn % len(ranks)] for ranks in pieces.values())),
+        holders=len(found),
+        cut=frozenset(d for runs in pieces for d, r in enumerate(runs) if length(r) != first.info.shape[d]),
+    )
