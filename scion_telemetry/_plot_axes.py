@@ -107,8 +107,8 @@ def step_axis(ax: Axes, notes: Sequence[str], steps: NDArray[Any]) -> None:
 
 
 def value_axis(ax: Axes, label: str, unit: str) -> None:
-    """Label the y axis, with the unit where there is one."""
-    ax.set_ylabel(f"{label} [{unit}]" if unit else label, fontsize=9, **PLAIN)
+    """Label the y axis, with the unit where there is one; ``1`` is the unit of a ratio."""
+    ax.set_ylabel(f"{label} [{unit}]" if unit not in ("", "1") else label, fontsize=9, **PLAIN)
     ax.tick_params(labelsize=9)
 
 

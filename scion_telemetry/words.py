@@ -34,7 +34,7 @@ _WHOLE: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "gini": ("Gini coefficient of the L1 scores", "0: all rows alike, 1: one row holds everything"),
         "participation_ratio": ("participation ratio", "share of rows that count: (Σr)² / (n Σr²)"),
         "threshold": ("selection threshold", "smallest selected L1 score"),
-        "churn": ("churn of the selection", "change against the selection of the step before"),
+        "churn": ("churn of the selection", "1 - selected in both / in either, this step and the one before"),
         "age_p50": ("age since last selected, median", "steps"),
         "age_p99": ("age since last selected, 99th percentile", "steps"),
         "age_max": ("age since last selected, oldest", "steps"),
