@@ -111,11 +111,10 @@ class Run:
 
     def _rows(self, name: str, metrics: Iterable[str]) -> pd.DataFrame:
         columns = ["step", "param", *metrics]
-        table = _read(self.path / f"{name}.csv", columns, {**_number_columns(columns), "param": "category"})
-        found = table["param"].cat.categories.astype(str)
-        order = dict.fromkeys(chain(self.params["name"], found))  # model order: 2 before 10
-        table["param"] = table["param"].cat.set_categories(list(order))
-        return table
+        # Not read as a category: pandas would take the layers "01" and "1" of a Sequential for one number.
+        table = _read(self.path / f"{name}.csv", columns, {**_number_columns(columns), "param": "str"})
+        order = dict.fromkeys(chain(self.params["name"], table["param"].unique()))  # model order: 2 before 10
+        return table.assign(param=pd.Categorical(table["param"], categories=list(order)))
 
     def __repr__(self) -> str:
         steps = self.steps

@@ -5,6 +5,7 @@ against wandb itself.
 """
 
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from sample_run import one_row, run_info
 from wandb_files import Stored, settings
+from wandb_trainers import TRAINERS, ModelRun, RandomTrainer, alone, train, twice_with_step, with_step
 
 from scion_telemetry.rows import Batch, Scalar
 from scion_telemetry.sinks import WandbSink
@@ -36,77 +38,6 @@ def trainer_run(folder: Path) -> Iterator[Any]:
 
 def stored(run: Any) -> Stored:
     return Stored(Path(run.settings.sync_dir))
-
-
-class ModelRun:
-    """What wandb does with steps: one open row, a counter that only moves forward, lower steps dropped."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.rows: dict[int, dict[str, Any]] = {}
-        self.dropped: list[dict[str, Any]] = []
-        self.overwritten: list[str] = []
-
-    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        if step is not None and step < self.step:
-            self.dropped.append(data)
-            return
-        self.step = self.step if step is None else step
-        row = self.rows.setdefault(self.step, {})
-        self.overwritten += row.keys() & data.keys()
-        row |= data
-        if commit or (step is None and commit is None):
-            self.step += 1
-
-    def series(self, key: str) -> list[tuple[int, Any]]:
-        return [(step, row[key]) for step, row in sorted(self.rows.items()) if key in row]
-
-
-def with_step(run: Any, s: int) -> None:
-    if s % 10 == 0:
-        run.log({"loss": s + 0.5}, step=s)
-
-
-def with_step_from_one(run: Any, s: int) -> None:
-    if (s + 1) % 10 == 0:
-        run.log({"loss": s + 0.5}, step=s + 1)
-
-
-def twice_with_step(run: Any, s: int) -> None:
-    run.log({"loss": s + 0.5}, step=s)
-    if s % 10 == 0:
-        run.log({"val": s + 0.25}, step=s)
-
-
-def bare_each(run: Any, s: int) -> None:
-    run.log({"loss": s + 0.5})
-
-
-def bare_every_ten(run: Any, s: int) -> None:
-    if s % 10 == 0:
-        run.log({"loss": s + 0.5})
-
-
-def epochs(run: Any, s: int) -> None:
-    if s % 10 == 9:
-        run.log({"loss": s + 0.5}, step=s // 10)
-
-
-TRAINERS = [with_step, with_step_from_one, twice_with_step, bare_each, bare_every_ten, epochs]
-
-
-def train(run: Any, trainer: Callable[[Any, int], None], put: Callable[[int], None], steps: int, every: int) -> None:
-    """``steps`` steps: first the telemetry of the step, when it is due, and then the trainer's own log."""
-    for s in range(steps):
-        if (s + 1) % every == 0 or s == 0:
-            put(s + 1)
-        trainer(run, s)
-
-
-def alone(trainer: Callable[[Any, int], None], steps: int) -> list[tuple[int, Any]]:
-    run = ModelRun()
-    train(run, trainer, lambda step: None, steps, 1)
-    return run.series("loss")
 
 
 def measured(step: int) -> Batch:
@@ -218,30 +149,6 @@ def test_the_model_does_what_wandb_does(tmp_path: Path) -> None:
     assert model.overwritten
 
 
-class RandomTrainer:
-    """Logs every so many steps, bare or with a step that counts steps, micro-steps or epochs."""
-
-    def __init__(self, chance: random.Random) -> None:
-        self.every, self.first = chance.choice([1, 2, 3, 7, 10, 25, 60]), chance.choice([0, 1])
-        self.scale = chance.choice([None, 1.0, 1.0, 4.0, 1 / 10, 1 / 3])
-        self.twice = chance.random() < 0.3
-        self.commit = None if self.twice else chance.choice([None, None, True])
-        self.done = -1
-
-    def __call__(self, run: Any, s: int) -> None:
-        if (s + self.first) % self.every:
-            return
-        if self.scale is None:
-            run.log({"loss": float(s)})
-            return
-        step = int((s + self.first) * self.scale)
-        if step > self.done:
-            run.log({"loss": float(s)}, step=step, commit=self.commit)
-        if self.twice:  # something else for the same row, maybe much later
-            run.log({f"val{s}": float(s)}, step=step)
-        self.done = step
-
-
 @pytest.mark.parametrize("block", range(4))
 def test_no_row_is_lost_with_random_trainers(block: int) -> None:
     for seed in range(block * 100, (block + 1) * 100):
@@ -294,7 +201,38 @@ def test_a_trainer_that_never_logs_is_left_alone_until_the_end(caplog: pytest.Lo
     assert run.step == 0
     rows.flush()
     assert [step for _, step in run.series(STEP)] == list(range(1, 101))
-    assert "its last 99 rows stand at the steps up to 99" in caplog.text
+    assert "the last 99 rows of telemetry: they stand at the steps up to 99" in caplog.text
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_last_scalars_join_the_row_of_their_step(waits: bool, caplog: pytest.LogCaptureFixture) -> None:
+    run = ModelRun()
+    rows = GuestRows(run)
+    if waits:
+        rows.put(1, {STEP: 1, KEY: 0.5})
+    rows.put(2, {STEP: 2, KEY: 0.75, "telemetry/nonfinite": 1})
+    rows.put(2, {STEP: 2, "scalars/loss": math.inf, "telemetry/nonfinite": 1})
+    expected = {STEP: 2, KEY: 0.75, "scalars/loss": math.inf, "telemetry/nonfinite": 2}
+    if waits:
+        assert rows._held_values == len(expected)
+        run.log({"loss": 1.0})
+    rows.flush()
+    run.log({"loss": 2.0}, step=run.step)  # the trainer's last word has a place still
+    assert not run.dropped
+    assert run.rows[run.step] == {**expected, "loss": 2.0}
+    assert not caplog.records
+
+
+def test_scalars_of_a_step_whose_row_is_closed_get_their_own() -> None:
+    run = ModelRun()
+    rows = GuestRows(run)
+    rows.put(1, {STEP: 1, KEY: 0.5, "telemetry/nonfinite": 0})
+    run.log({"loss": 1.0})
+    rows.put(1, {STEP: 1, "scalars/loss": 1.0})
+    assert run.rows == {
+        0: {STEP: 1, KEY: 0.5, "telemetry/nonfinite": 0, "loss": 1.0},
+        1: {STEP: 1, "scalars/loss": 1.0},
+    }
 
 
 def test_what_waits_is_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,20 @@ def test_types(tmp_path: Path) -> None:
     assert run.layers.groupby("param")["weight_rms"].mean().index.tolist() == list(NAMES)
 
 
+def test_names_that_look_like_numbers(tmp_path: Path) -> None:
+    names = ("0", "01", "1", "1.0", "True")
+    rows = tuple(Row(step=1, param=name, values={"weight_rms": float(i)}) for i, name in enumerate(names))
+    layers = load_run(written(tmp_path, [Batch(step=1, layers=rows)], names=names)).layers
+    assert layers["param"].tolist() == list(names) == layers["param"].cat.categories.tolist()
+    assert layers.loc[layers["param"] == "1", "weight_rms"].tolist() == [2.0]
+
+
+def test_a_row_of_a_parameter_that_is_not_listed(tmp_path: Path) -> None:
+    layers = load_run(written(tmp_path, [one_row(1, {"weight_rms": 1.0}, "other")])).layers
+    assert layers["param"].tolist() == ["other"]
+    assert layers["param"].cat.categories.tolist() == [*NAMES, "other"]
+
+
 def test_params(tmp_path: Path) -> None:
     tied = param("embed", role="embedding", shape=(7, 3, 1, 2), lr=0.1, nesterov=True, rule="x", clip=None)
     CsvSink(tmp_path).open(run_info(params=(tied, param("scale", role="vector", shape=()))))

@@ -19,7 +19,7 @@ from typing import Any
 from scion_telemetry.rows import SCHEMA_VERSION, Batch, ParamInfo, Row, RunInfo, text
 
 from .plain import nonfinite_names, plain_mapping, strict_json
-from .tablefile import TableFile, csv_lines, header_differs, trim
+from .tablefile import TableFile, csv_lines, header_differs, quoted, trim
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,7 @@ _FILES = ("run.json", "params.csv", "layers.csv", "selection.csv", "scalars.csv"
 class CsvSink:
     """Writes a run directory. Every batch is on disk, in whole lines, when ``write`` returns.
 
-    When the disk is full, ``write`` raises the ``OSError`` once and then stays silent until a write succeeds again;
-    what the file could not take is lost, what follows starts on a fresh line.
+    When the disk is full, ``write`` raises; what a file could not take is lost, what follows starts on a fresh line.
 
     Args:
         path: The run directory. Made by ``open``, with its parents; the constructor touches nothing.
@@ -49,7 +48,6 @@ class CsvSink:
         self._columns: dict[str, tuple[str, ...]] = {}
         self._tables: dict[str, TableFile] = {}
         self._pid = -1
-        self._lost = 0  # batches since the disk refused one
 
     def open(self, run: RunInfo) -> None:
         """Make the directory and its files, or take up the run it holds.
@@ -80,7 +78,7 @@ class CsvSink:
         """Append the rows of ``batch``.
 
         Raises:
-            OSError: The first time that a file cannot take them; the message names file and cause.
+            OSError: A file cannot take them; the message names file and cause. The other files have theirs.
         """
         if os.getpid() != self._pid:  # a forked child: the rows are its parent's
             return
@@ -91,12 +89,7 @@ class CsvSink:
         }
         errors = [error for name, data in lines.items() if data and (error := self._append(name, data))]
         if errors:
-            self._lost += 1
-            if self._lost == 1:
-                raise errors[0]
-        elif self._lost and any(lines.values()):
-            logger.warning("%s can be written again; %d batches could not be kept whole", self.path, self._lost)
-            self._lost = 0
+            raise errors[0]
 
     def close(self) -> None:
         """Close the files. In a forked child nothing happens."""
@@ -114,11 +107,12 @@ class CsvSink:
     def _rows(self, table: str, rows: Iterable[Row]) -> bytes:
         columns = self._columns[table]
         declared = set(columns)
-        cells = []
+        lines = []
         for row in rows:
             assert row.values.keys() <= declared, f"undeclared {table} columns {set(row.values) - declared}"
-            cells.append([str(int(row.step)), row.param, *(_cell(row.values.get(name)) for name in columns)])
-        return csv_lines(cells)
+            numbers = [_cell(row.values.get(name)) for name in columns]
+            lines.append(",".join([str(int(row.step)), quoted(row.param), *numbers]) + "\n")
+        return "".join(lines).encode()
 
     def _trim(self, run: RunInfo) -> None:
         paths = {self.path / f"{name}.csv": head for name, head in _headers(run).items()}
@@ -198,7 +192,9 @@ def _param_cells(param: ParamInfo) -> list[str]:
 
 
 def _cell(value: float | None) -> str:
-    """Text of a number; counts stay whole however large they are."""
+    """``rows.text`` of a number of any type; counts stay whole however large they are."""
+    if isinstance(value, float) and value == value:  # nearly all; thousands a batch
+        return f"{value:.9g}"
     if value is None or isinstance(value, int):
         return text(None if value is None else int(value))
     return text(float(value))

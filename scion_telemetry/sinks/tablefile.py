@@ -4,8 +4,6 @@ No buffer stands between the caller and the file: a killed process loses nothing
 and a forked child has no copy of a buffer to write a second time.
 """
 
-import csv
-import io
 import os
 import weakref
 from collections.abc import Iterable
@@ -13,15 +11,17 @@ from pathlib import Path
 
 
 def csv_lines(rows: Iterable[Iterable[str]]) -> bytes:
-    """Rows as CSV text with ``\\n`` line ends. A line break inside a cell becomes a blank: one row is one line."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerows([_one_line(cell) for cell in row] for row in rows)
-    return out.getvalue().encode()
+    """Rows of text as CSV with ``\n`` line ends, quoted where needed."""
+    return "".join([",".join(map(quoted, row)) + "\n" for row in rows]).encode()
 
 
-def _one_line(cell: str) -> str:
-    return cell if cell.isprintable() else " ".join(cell.splitlines())
+def quoted(cell: str) -> str:
+    """A cell as it stands in CSV. A line break in it becomes a blank: one row is one line."""
+    if not cell.isprintable():
+        cell = " ".join(cell.splitlines())
+    if '"' in cell or "," in cell:
+        return '"' + cell.replace('"', '""') + '"'
+    return cell
 
 
 def header_differs(path: Path, columns: tuple[str, ...]) -> bool:

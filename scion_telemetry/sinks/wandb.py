@@ -15,15 +15,9 @@ from typing import Any
 from scion_telemetry.rows import SCHEMA_VERSION, Batch, Row, RunInfo, key
 
 from .plain import plain_mapping
-from .wandb_guest import GuestRows
+from .wandb_guest import NONFINITE_KEY, STEP_KEY, GuestRows
 
 logger = logging.getLogger(__name__)
-
-STEP_KEY = "telemetry/step"
-"""Optimizer step of a row, the x-axis of every chart."""
-
-NONFINITE_KEY = "telemetry/nonfinite"
-"""How many values of a row are NaN or infinite: charts leave such points out, so this is where they show."""
 
 _OFFLINE = 'mode="offline" or WANDB_MODE=offline writes the run to disk, and `wandb sync` uploads it later'
 

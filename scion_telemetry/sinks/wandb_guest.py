@@ -17,6 +17,12 @@ from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
+STEP_KEY = "telemetry/step"
+"""Optimizer step of a row, the x-axis of every chart."""
+
+NONFINITE_KEY = "telemetry/nonfinite"
+"""How many values of a row are NaN or infinite: charts leave such points out, so this is where they show."""
+
 _WATCH_STEPS = 8  # below this, a trainer that counts epochs of one step looks like one that counts steps
 _MAX_HELD_VALUES = 1_000_000  # about 100 MB of waiting rows
 
@@ -50,20 +56,18 @@ class GuestRows:
         self._held_values = 0
         self._left_out = 0
         self._last = -1  # row of the run that holds our latest row
+        self._latest: dict[str, float] = {}  # and what we put there
         self._seen = run.step  # counter of the run when we looked last
         self._optimizer_step = 0  # and the optimizer step we knew of then
         self._keeps_up = False
 
     def put(self, step: int, row: dict[str, float]) -> None:
-        """Place ``row`` of optimizer step ``step``, now or as soon as there is room."""
+        """Place ``row`` of optimizer step ``step``, now or as soon as there is room. Rows of one step become one."""
         if getattr(self._run, "disabled", False):  # counts nothing, so that every row would wait for ever
             return
         self._watch(step)
-        if self._held_values + len(row) > _MAX_HELD_VALUES:
-            self._leave_out()
-        else:
-            self._held.append(row)
-            self._held_values += len(row)
+        if not self._join(row):
+            self._hold(row)
         while self._held and self._place(self._held[0], below=step):
             self._held_values -= len(self._held.popleft())
 
@@ -75,14 +79,13 @@ class GuestRows:
             if self._run.step > self._last:
                 self._add(row)
             else:
-                self._last += 1
-                self._run.log(row, step=self._last)
+                self._open_row(self._last + 1, row)
                 pushed += 1
         if pushed:
             logger.warning(
-                "telemetry came more often than the rows of the given wandb run: its last %d rows stand at the steps "
-                "up to %d there, and wandb drops what is now logged at lower steps; "
-                "WandbSink(project=...) gives telemetry a run of its own",
+                "the given wandb run had no room in time for the last %d rows of telemetry: they stand at the steps up "
+                "to %d there, and wandb drops what is logged at lower steps from now on; telemetry that is denser than "
+                "the trainer's own logs is better off in a run of its own, WandbSink(project=...)",
                 pushed,
                 self._last,
             )
@@ -103,14 +106,39 @@ class GuestRows:
         target = self._last + 1
         if not (self._keeps_up and target < below):
             return False
-        self._run.log(row, step=target)
-        self._last = self._seen = target
+        self._open_row(target, row)
+        self._seen = target
         # The trainer's thread may have moved on between our look and our log; the row was then dropped: again.
         return self._run.step == target
 
+    def _join(self, row: dict[str, float]) -> bool:
+        """Make ``row`` part of our row before it, where both are of one step: the last scalars of a run, mostly."""
+        before = self._held[-1] if self._held else self._latest
+        if before.get(STEP_KEY) != row[STEP_KEY] or (not self._held and self._run.step != self._last):
+            return False
+        nonfinite = before.get(NONFINITE_KEY, 0) + row.get(NONFINITE_KEY, 0)
+        size = len(before)
+        before |= row | ({NONFINITE_KEY: nonfinite} if NONFINITE_KEY in before | row else {})
+        if self._held:
+            self._held_values += len(before) - size
+        else:
+            self._add(before)
+        return True
+
+    def _hold(self, row: dict[str, float]) -> None:
+        if self._held_values + len(row) > _MAX_HELD_VALUES:
+            self._leave_out()
+        else:
+            self._held.append(row)
+            self._held_values += len(row)
+
     def _add(self, row: dict[str, float]) -> None:
         self._run.log(row, commit=False)
-        self._last = max(self._last, self._run.step)
+        self._last, self._latest = max(self._last, self._run.step), row
+
+    def _open_row(self, step: int, row: dict[str, float]) -> None:
+        self._run.log(row, step=step)
+        self._last, self._latest = step, row
 
     def _leave_out(self) -> None:
         self._left_out += 1
