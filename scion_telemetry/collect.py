@@ -320,5 +320,5 @@ def find_momentum(state: Mapping[str, Any], param: Tensor) -> Tensor | None:
 
 
 def _cut_sides(planned: Planned) -> tuple[bool, bool]:
-    first = 1 if planned.shape.batch > 1 else 0
+    first = 1 if planned.shape.stacked else 0
     return first in planned.cut, any(d > first for d in planned.cut)

@@ -65,7 +65,7 @@ class Planned:
     @property
     def matrices_cut(self) -> bool:
         """No rank holds a whole matrix of it."""
-        matrix_dims = {1, 2} if self.shape.batch > 1 else set(range(len(self.spec.info.shape)))
+        matrix_dims = {1, 2} if self.shape.stacked else set(range(len(self.spec.info.shape)))
         return bool(self.cut & matrix_dims)
 
 

@@ -25,6 +25,7 @@ class MatrixShape:
         columns: n.
         vector: It is a vector: a diagonal matrix of which the diagonal is stored.
         transposed: Norms are those of the transpose (an embedding ``[vocab, d]`` maps vocab to d).
+        stacked: The first dimension counts matrices, even where that is one.
     """
 
     batch: int
@@ -32,6 +33,7 @@ class MatrixShape:
     columns: int
     vector: bool = False
     transposed: bool = False
+    stacked: bool = False
 
     @classmethod
     def of(cls, shape: Sequence[int], role: str) -> "MatrixShape":
@@ -39,7 +41,7 @@ class MatrixShape:
         if role == "vector" or len(shape) < 2:
             return cls(batch=1, rows=math.prod(shape), columns=1, vector=True)
         if len(shape) == 3 and role != "conv":
-            return cls(batch=shape[0], rows=shape[1], columns=shape[2])
+            return cls(batch=shape[0], rows=shape[1], columns=shape[2], stacked=True)
         return cls(batch=1, rows=shape[0], columns=math.prod(shape[1:]), transposed=role == "embedding")
 
     @property
@@ -84,7 +86,7 @@ class Place:
 
         if shape.vector:
             return cls(shape=shape, rows=_flat(layout, range(len(layout.shape)), device))
-        if len(layout.shape) == 3 and shape.batch == layout.shape[0] and shape.rows == layout.shape[1]:
+        if shape.stacked:
             return cls(shape=shape, batch=indices(0), rows=indices(1), columns=indices(2))
         return cls(shape=shape, rows=indices(0), columns=_flat(layout, range(1, len(layout.shape)), device))
 
@@ -117,7 +119,7 @@ def as_matrices(piece: Tensor, shape: MatrixShape) -> Tensor:
     """A local piece as ``[B, R, C]``, without a copy where strides allow it."""
     if shape.vector:
         return piece.reshape(1, -1, 1)
-    if piece.ndim == 3 and (shape.batch > 1 or shape.columns == piece.size(-1)):
+    if shape.stacked:
         return piece
     return piece.reshape(1, piece.size(0), -1) if piece.numel() else piece.new_empty(1, piece.size(0), _columns(piece))
 

@@ -1,0 +1,122 @@
+"""Every norm of a weight against closed forms, golden numbers and float64 brute force."""
+
+import math
+
+import pytest
+import torch
+from golden_data import Case, cases
+from torch import Tensor
+from truth import layer_values, measured, worst
+
+from scion_telemetry.metrics import norms
+from scion_telemetry.metrics.pieces import MatrixShape, as_matrices
+
+GOLDEN = cases("norms.npz", op="norms")
+COUNTING = torch.arange(1.0, 16.0).view(5, 3)  # Σ x² = 1240, σ₁ from its golden number
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_closed_forms_of_one_to_fifteen() -> None:
+    row = measured(COUNTING)
+    assert row["weight_frobenius"] == pytest.approx(math.sqrt(1240), rel=1e-14)
+    assert row["weight_rms"] == pytest.approx(math.sqrt(1240 / 15), rel=1e-14)
+    assert row["weight_max_abs"] == 15
+    assert row["weight_nonfinite"] == 0
+    assert row["weight_spectral"] == pytest.approx(35.182648, rel=1e-6)
+    assert row["weight_rms_to_rms"] == pytest.approx(35.182648 * math.sqrt(3 / 5), rel=1e-6)
+    columns, rows = 9 + 36 + 81 + 144 + 225, 169 + 196 + 225
+    assert row["weight_l1_to_rms"] == pytest.approx(math.sqrt(columns / 5), rel=1e-14)
+    assert row["weight_rms_to_inf"] == pytest.approx(math.sqrt(3 * rows), rel=1e-14)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=repr)
+def test_golden_norms(case: Case) -> None:
+    x = case.input("W")
+    role = "vector" if x.ndim == 1 else "embedding" if case.params["transpose"] else "hidden"
+    row = measured(x, role)
+    for name, column in (("rms_to_rms", 1e-6), ("l1_to_rms", 1e-12), ("rms_to_inf", 1e-12), ("supremum", 1e-12)):
+        got = row["weight_max_abs" if name == "supremum" else f"weight_{name}"]
+        assert got == pytest.approx(float(case.output(f"truth/{name}")), rel=column), name
+
+
+SHAPES = {
+    "vector": (torch.Size([7]), "vector"),
+    "scalar": (torch.Size([]), "vector"),
+    "one entry": (torch.Size([1]), "vector"),
+    "gain [8, 1, 1]": (torch.Size([8, 1, 1]), "vector"),
+    "row [1, 7]": (torch.Size([1, 7]), "head"),
+    "column [7, 1]": (torch.Size([7, 1]), "hidden"),
+    "embedding": (torch.Size([50, 6]), "embedding"),
+    "table as a head": (torch.Size([50, 6]), "head"),
+    "experts": (torch.Size([3, 5, 7]), "expert"),
+    "one expert": (torch.Size([1, 5, 7]), "expert"),
+    "convolution": (torch.Size([8, 4, 3, 3]), "conv"),
+    "convolution 1-d": (torch.Size([8, 4, 3]), "conv"),
+    "convolution 1-d of one channel": (torch.Size([8, 1, 3]), "conv"),
+    "convolution to one channel": (torch.Size([1, 1, 3]), "conv"),
+    "more rows than a block": (torch.Size([700, 300]), "hidden"),
+}
+
+
+@pytest.mark.parametrize(("shape", "role"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_shapes_and_dtypes_against_brute_force(shape: torch.Size, role: str, dtype: torch.dtype) -> None:
+    x = randn(*shape).to(dtype)
+    assert worst(measured(x, role), layer_values({"weight": x}, role)) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30, 1.0])
+@pytest.mark.parametrize("shape", [(20, 30), (150, 140)], ids=["gram", "lanczos"])
+def test_extreme_magnitudes(size: float, shape: tuple[int, int]) -> None:
+    x = randn(*shape) * size
+    assert worst(measured(x), layer_values({"weight": x}, "hidden")) <= 1e-12
+
+
+@pytest.mark.parametrize("shape", [(9, 4), (140, 150), (6,), (2, 3, 4)])
+def test_zeros(shape: tuple[int, ...]) -> None:
+    assert set(measured(torch.zeros(shape), "vector" if len(shape) == 1 else "hidden").values()) == {0.0}
+
+
+@pytest.mark.parametrize("shape", [(16, 8), (150, 140)], ids=["gram", "lanczos"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nonfinite_entries_are_findings(shape: tuple[int, int], bad: float) -> None:
+    x = randn(*shape)
+    x[3, 2] = bad
+    row = measured(x)
+    assert row["weight_nonfinite"] == 1
+    for name in ("spectral", "spectral_upper", "rms_to_rms"):
+        assert math.isnan(row[f"weight_{name}"])
+    for name in ("rms", "frobenius", "max_abs", "l1_to_rms", "rms_to_inf"):
+        assert math.isnan(row[f"weight_{name}"]) if math.isnan(bad) else row[f"weight_{name}"] == math.inf
+
+
+def test_nan_beside_infinity_counts_both() -> None:
+    row = measured(torch.tensor([[1.0, math.nan], [math.inf, -math.inf]]))
+    assert row["weight_nonfinite"] == 3
+    assert math.isnan(row["weight_max_abs"])
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0), (0, 5, 6)])
+def test_an_empty_piece_is_neutral(shape: tuple[int, ...]) -> None:
+    piece = torch.empty(shape)
+    x = as_matrices(piece, MatrixShape.of((8, *shape[1:]) if shape[0] == 0 else shape, "hidden"))
+    found = norms.squares(x)
+    assert float(found.rows.sum()) == float(found.columns.sum()) == 0
+    assert float(norms.largest(x)) == -math.inf
+    assert float(norms.nonfinite(x, found.rows.sum())) == 0
+
+
+def test_measuring_leaves_float64_weights_alone() -> None:
+    x = randn(5, 3).double()
+    before = x.clone()
+    measured(x)
+    assert torch.equal(x, before)
+
+
+def test_shape_factors_are_not_rounded_in_the_dtype_of_the_weight() -> None:
+    x = randn(4097, 10).bfloat16()  # 4097 is 4096 in bfloat16
+    row = measured(x)
+    assert row["weight_l1_to_rms"] == pytest.approx(float(x.double().norm(dim=0).max()) / math.sqrt(4097), rel=1e-13)
