@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .events import Observer, ParamFacts, StepEvent
 from .layout import Layout, local, require_supported, row_group
-from .transport import Exchange, Replicated, RowSharded, Whole, assign_owners, pipeline
+from .transport import Exchange, Replicated, RowSharded, Whole, assign_owners, pipeline, require_agreement
 
 Notify = Callable[[StepEvent], None]
 Check = tuple[Callable[[Any], bool], str]
@@ -154,6 +154,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"parameter {name!r}: {error}") from error
             require_supported(layout, name)
             layouts.append(layout)
+        sharing = [self._sharing_group(layout) for layout in layouts]
+        require_agreement([(g, n, x.shape) for g, n, x in zip(sharing, names, layouts, strict=True) if g is not None])
         for param, layout, state in zip(params, layouts, states, strict=True):
             self._layouts[param] = layout
             self.state[param].update(state)
@@ -162,28 +164,26 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _assign(self, params: Sequence[Tensor]) -> None:
         by_group: dict[tuple[int, ...], list[Tensor]] = {}
         for param in params:
-            if (ranks := self._sharing_ranks(param)) is not None:
-                by_group.setdefault(ranks, []).append(param)
+            if (group := self._sharing_group(self._layouts[param])) is not None:
+                by_group.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(param)
         for ranks, members in by_group.items():
             loads = self._loads.setdefault(ranks, [0.0] * len(ranks))
             # Newton-Schulz costs about the shorter side times the number of entries.
             costs = [float(p.numel()) * min(p.shape[-2:], default=1) for p in members]
             self._owners.update(zip(members, assign_owners(costs, loads), strict=True))
 
-    def _sharing_ranks(self, param: Tensor) -> tuple[int, ...] | None:
-        sharded = row_group(self._layouts[param])
-        group = sharded[0] if sharded else self._process_group
-        return None if group is None else tuple(dist.get_process_group_ranks(group))
+    def _sharing_group(self, layout: Layout) -> dist.ProcessGroup | None:
+        sharded = row_group(layout)
+        return sharded[0] if sharded else self._process_group
 
     def _exchange(self, params: Sequence[Tensor], layout: Layout) -> Exchange:
-        sharded = row_group(layout)
-        if sharded is None and (self._process_group is None or self._process_group.size() == 1):
+        group = self._sharing_group(layout)
+        if group is None or group.size() == 1:
             return Whole()
         owners = tuple(self._owners[p] for p in params)
-        if sharded is not None:
-            return RowSharded(group=sharded[0], owners=owners)
-        assert self._process_group is not None
-        return Replicated(group=self._process_group, owners=owners)
+        if layout.sharded_dims:
+            return RowSharded(group=group, owners=owners)
+        return Replicated(group=group, owners=owners)
 
     @overload
     def step(self, closure: None = None) -> None: ...

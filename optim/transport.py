@@ -10,6 +10,7 @@ empty piece needs no special case. The functions are generators that yield while
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -163,6 +164,32 @@ def pipeline(tasks: Iterable[Iterator[None]], *, depth: int = 3) -> None:
         running = [task for task in running if next(task, _DONE) is not _DONE]
 
 
+def require_agreement(shared: Sequence[tuple[dist.ProcessGroup, str, tuple[int, ...]]]) -> None:
+    """Refuse parameters that the ranks sharing them see differently: one small collective a group, at construction.
+
+    Without it a DTensor whose global shape was guessed from an uneven piece, or another order of parameters on one
+    rank, would mix matrices or hang in the first step.
+
+    Args:
+        shared: Process group, name and global shape of every parameter that ranks share, in order.
+
+    Raises:
+        ValueError: By the name of the first parameter that differs, on every rank.
+    """
+    for group in dict.fromkeys(group for group, _, _ in shared):
+        mine = [(name, shape) for g, name, shape in shared if g is group]
+        everybody: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(everybody, mine, group=group)
+        for seen in zip_longest(*everybody):
+            if len(set(seen)) > 1:
+                name = next(s[0] for s in seen if s is not None)
+                raise ValueError(
+                    f"parameter {name!r}: the ranks that share it hold {', '.join(map(_shown, seen))} in its place; "
+                    "give every rank the same parameters in the same order, and shape= and stride= to "
+                    "DTensor.from_local where pieces are uneven"
+                )
+
+
 def assign_owners(costs: Sequence[float], loads: list[float]) -> tuple[int, ...]:
     """Give each matrix to the rank with the least work so far, the dearest first; ``loads`` is updated in place.
 
@@ -176,6 +203,10 @@ def assign_owners(costs: Sequence[float], loads: list[float]) -> tuple[int, ...]
 
 
 _DONE = object()
+
+
+def _shown(entry: tuple[str, tuple[int, ...]] | None) -> str:
+    return "nothing" if entry is None else f"{entry[0]!r} {entry[1]}"
 
 
 def _owned(owners: Sequence[int], rank: int) -> list[int]:
