@@ -79,7 +79,8 @@ class Replicated:
         flat = yield from _all_to_all(mine.repeat(world), [mine.numel()] * world, arriving, self.group)
         results: dict[int, Tensor] = {}
         for r, block in enumerate(torch.split_with_sizes(flat, arriving)):
-            for i, part in zip(_owned(self.owners, r), block.view(-1, size) if size else (), strict=True):
+            indices = _owned(self.owners, r)
+            for i, part in zip(indices, torch.split_with_sizes(block, [size] * len(indices)), strict=True):
                 results[i] = part.view(like.shape)
         return tuple(results[i] for i in range(len(self.owners)))
 
