@@ -93,7 +93,10 @@ class Krylov:
             z = z - stack.mT @ (stack @ z)
         beta = z.norm()
         self.beside.append(beta.double())
-        self.basis.append(torch.where(beta > 1e-6 * self.diagonal[0].float().abs(), z / beta, torch.zeros_like(z)))
+        # Once the basis spans the whole space, what is left of z is rounding and no direction.
+        full = len(self.basis) >= z.numel()
+        alive = (beta > 1e-6 * self.diagonal[0].float().abs()) & (not full)
+        self.basis.append(torch.where(alive, z / beta, torch.zeros_like(z)))
 
     def estimate(self) -> Estimate:
         """The interval after the steps so far; keeps the Ritz vectors for ``next_start``."""
@@ -112,7 +115,7 @@ class Krylov:
         broken = torch.full_like(lower, torch.nan)
         ok = finite & torch.isfinite(self.squares)
         return Estimate(
-            lower=torch.where(ok, lower.sqrt(), broken),
+            lower=torch.where(ok, lower.sqrt() * (1 - SLACK), broken),
             upper=torch.where(ok, upper.sqrt() * (1 + SLACK), broken),
         )
 
