@@ -85,6 +85,8 @@ def _spec(
     except ValueError as error:
         raise ValueError(f"parameter {name!r}: {error}") from error
     role = group.get("role", role)
+    if role in ("vector", "conv") and shown.select_dim is not None:  # selected from, so stepped as a matrix or a stack
+        role = "expert" if param.ndim == 3 else "hidden"
     info = ParamInfo(
         name=name,
         aliases=tuple(n for n in names if n != name),
@@ -93,7 +95,7 @@ def _spec(
         dtype=str(param.dtype).removeprefix("torch."),
         layout=layout.describe(),
         algorithm=shown.algorithm,
-        options={key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS},
+        options={key: _plain(value) for key, value in group.items() if _is_option(key, shown)},
     )
     return ParamSpec(
         info=info,
@@ -102,6 +104,10 @@ def _spec(
         shows_update=shown.shows_update,
         owner_shows=shown.owner_shows,
     )
+
+
+def _is_option(key: str, shown: ParamFacts) -> bool:
+    return key in shown.options if shown.options else key not in _NOT_OPTIONS
 
 
 def _plain(value: Any) -> Value:

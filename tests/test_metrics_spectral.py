@@ -146,8 +146,13 @@ def test_more_steps_than_dimensions_invent_nothing(columns: int, leaning: float)
         spectral.run([problem], steps=20, total=lambda t: t)
         found = problem.estimate()
         holds(found, truth(w), within=math.inf if columns > 1 else 1e-5)
-        if leaning == 1.0:
-            assert float(found.upper) <= truth(w) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 8])
+def test_the_interval_closes_when_the_space_is_used_up(columns: int) -> None:
+    for seed in range(5):
+        w = randn(9, columns, seed=seed)
+        assert float(in_pieces(w, [4, 5], [columns], seed=seed).upper) <= truth(w) * (1 + 1e-5)
 
 
 def warm_errors(matrices: list[Tensor]) -> list[float]:

@@ -96,7 +96,9 @@ def participation_ratio(signed: Tensor) -> float:
 
 
 def threshold(signed: Tensor, selected: float) -> float:
-    """The smallest selected score; 0 where a selected row has no mass."""
+    """The smallest selected score; 0 where a selected row has no mass, NaN where any score is."""
+    if bool(signed.isnan().any()):
+        return math.nan
     positive = signed > 0
     if float(positive.sum()) < selected:
         return 0.0
