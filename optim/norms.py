@@ -118,10 +118,9 @@ class SpectralConv:
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Every tap of the kernel semi-orthogonal, times the factor of ``lmo``."""
         factor = math.sqrt(w.size(0) / w.size(1)) / math.prod(w.shape[2:])
-        taps = w.flatten(2).movedim(2, 0)
-        for tap in taps:
-            tap.copy_(_orthogonal(tap, generator) * factor)
-        return w
+        taps = w.flatten(2)
+        drawn = [_orthogonal(taps[..., i], generator) * factor for i in range(taps.size(-1))]
+        return w.copy_(torch.stack(drawn, dim=-1).view(w.shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +191,7 @@ class RowNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BiasRMS:
-    """Vectors: ``g / RMS(g)``, the RMS over dimension 0."""
+    """Vectors, also shaped ``[C, 1, 1]`` or ``[1, 1, C]``: ``g / RMS(g)``. Of matrices, the RMS of each column."""
 
     @property
     def extent(self) -> Extent:
@@ -206,7 +205,10 @@ class BiasRMS:
 
     def lmo(self, g: Tensor) -> Tensor:
         """Any shape; a 0-d gradient gives its sign."""
-        size = g.square().mean(dim=0, keepdim=True).sqrt() if g.ndim else g.abs()
+        if g.ndim == 0:
+            return g / (g.abs() + _EPS)
+        vector = g.numel() == max(g.shape)
+        size = g.square().mean(dim=tuple(range(g.ndim)) if vector else 0, keepdim=True).sqrt()
         return g / (size + _EPS)
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -160,15 +160,17 @@ def iterate(x: Tensor, coefficients: Coefficients, *, steps: int, epsilon: float
 
 
 def polar(x: Tensor) -> Tensor:
-    """Exact polar factor U Vᵀ of ``[..., m, n]``; 0 for a zero matrix.
+    """Exact polar factor U Vᵀ of ``[..., m, n]``; 0 for a zero matrix, NaN for one that is not finite.
 
     Computed in float64 for float64 input and in float32 otherwise. Where ``x`` is rank-deficient but not zero, the
     factor is one of many.
     """
     work = x if x.dtype == torch.float64 else x.float()
-    u, _, vt = torch.linalg.svd(work, full_matrices=False)
+    # LAPACK raises on a NaN: one rank, the owner, would die and leave the others waiting.
+    finite = work.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+    u, _, vt = torch.linalg.svd(work.masked_fill(~finite, 0.0), full_matrices=False)
     zero = (work == 0).all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
-    factor: Tensor = (u @ vt).masked_fill(zero, 0.0)
+    factor: Tensor = (u @ vt).masked_fill(zero, 0.0).masked_fill(~finite, float("nan"))
     return factor
 
 
