@@ -5,7 +5,7 @@ step():  group -> same-shaped parameters with a gradient (Work) -> algorithm.ste
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, overload
 
 import torch
@@ -247,7 +247,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """What events show of ``param``."""
         for group in self.param_groups:
             if any(param is p for p in group["params"]):
-                return self._algorithm(group).facts(param, self._layouts[param], group)
+                algorithm = self._algorithm(group)
+                return replace(algorithm.facts(param, self._layouts[param], group), options=tuple(algorithm.defaults))
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -64,12 +64,14 @@ class ParamFacts:
         shows_update: Whether its update appears in events.
         select_dim: -2 or -1 where it is selected from, else None.
         owner_shows: Whether some rank assembles the whole direction.
+        options: Names of the group's options that the rule reads.
     """
 
     algorithm: str
     shows_update: bool = False
     select_dim: int | None = None
     owner_shows: bool = False
+    options: tuple[str, ...] = ()
 
 
 Observer = Callable[[StepEvent], None]

@@ -53,7 +53,7 @@ def make_schema(plan: Sequence[Planned], choice: Choice) -> Schema:
         for number, planned in enumerate(plan):
             for quantity, partials in choice.partials.items():
                 for name in partials:
-                    if not (name.startswith("sigma") and planned.shape.vector):
+                    if not name.startswith("sigma") or _has_sigma(planned, quantity, choice):
                         yield number, quantity, PARTIALS[name], planned.shape
             if planned.spec.select_dim is not None:
                 shape = selection_shape(planned.shape, planned.spec.select_dim)
@@ -61,6 +61,16 @@ def make_schema(plan: Sequence[Planned], choice: Choice) -> Schema:
                     yield number, "selection", partial, shape
 
     return Schema.of(entries())
+
+
+def _has_sigma(planned: Planned, quantity: str, choice: Choice) -> bool:
+    """Whether σ₁ is measured: not of a diagonal, and of pieces only where that was chosen."""
+    return not planned.shape.vector and (not _in_pieces(planned, quantity) or quantity in choice.iterated)
+
+
+def _in_pieces(planned: Planned, quantity: str) -> bool:
+    """No rank has a whole matrix of the quantity."""
+    return planned.matrices_cut and not (quantity == "update" and planned.spec.owner_shows)
 
 
 class Collector:
@@ -263,8 +273,7 @@ class Collector:
     def _cut_matrices(self) -> Iterator[SigmaKey]:
         for number, planned in enumerate(self._plan):
             for quantity in self._choice.partials:
-                owner = quantity == "update" and planned.spec.owner_shows
-                if planned.matrices_cut and not owner and (number, quantity, "sigma") in self.schema.slots:
+                if _in_pieces(planned, quantity) and (number, quantity, "sigma") in self.schema.slots:
                     yield from ((number, quantity, b) for b in range(planned.shape.batch))
 
     def _problem(self, key: SigmaKey, buffers: Buffers) -> Krylov:

@@ -138,8 +138,8 @@ class HostBuffers:
             self._event.synchronize()
 
     def get(self, key: Key) -> Tensor:
-        """The numbers of a slot."""
-        slot = self.schema.slots[key]
+        """The numbers of a slot; none where the schema has no such slot."""
+        slot = self.schema.slots.get(key, Slot(merge=Merge.SUM, start=0, size=0))
         buffer = self._sum if slot.merge is Merge.SUM else self._max
         return buffer[slot.start : slot.start + slot.size]
 

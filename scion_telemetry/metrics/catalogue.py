@@ -79,7 +79,7 @@ class Measured:
 
     Args:
         shape: The parameter.
-        get: ``get(quantity, partial)``.
+        get: ``get(quantity, partial)``; an empty tensor where it was not chosen.
     """
 
     shape: MatrixShape
@@ -312,7 +312,11 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
     "norms": (*(column(q, n) for q in QUANTITIES for n in _BASIC), "update_weight_ratio"),
     "full": tuple(column(q, m.name) for q in QUANTITIES for m in METRICS if q in m.quantities),
 }
-"""Named choices of columns: ``norms`` needs no iteration, ``basic`` adds operator norms of weights and updates."""
+"""Named choices of columns: ``norms`` needs no iteration; ``basic`` adds operator norms of weights, and of updates
+where a rank has the whole matrix, so that no flush needs more than 4 iterations once warm; ``full`` has everything."""
+
+_FREE: Mapping[str, frozenset[str]] = {"basic": frozenset({"update"})}
+"""Quantities whose σ₁ a preset takes only where it costs no collective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,10 +326,12 @@ class Choice:
     Args:
         columns: (column, quantity, metric).
         partials: By quantity, in the order of ``PARTIALS``.
+        iterated: Quantities whose σ₁ is found by iterating over ranks where no rank has a whole matrix.
     """
 
     columns: tuple[tuple[str, str, Metric], ...]
     partials: Mapping[str, tuple[str, ...]]
+    iterated: frozenset[str]
 
     def units(self) -> dict[str, str]:
         """Unit of every column."""
@@ -340,18 +346,19 @@ def choose(metrics: str | Sequence[str] = "basic") -> Choice:
     """
     known = {column(q, m.name): (q, m) for q in QUANTITIES for m in METRICS if q in m.quantities}
     wanted: set[str] = set()
+    iterated: set[str] = set()
     for name in [metrics] if isinstance(metrics, str) else metrics:
         if name in PRESETS:
-            wanted.update(PRESETS[name])
+            found = list(PRESETS[name])
         elif name in known:
-            wanted.add(name)
-        elif same := [c for c, (_, m) in known.items() if m.name == name]:
-            wanted.update(same)
-        else:
+            found = [name]
+        elif not (found := [c for c, (_, m) in known.items() if m.name == name]):
             raise ValueError(
                 f"unknown metric {name!r}; known are the presets {', '.join(PRESETS)}, the metrics "
                 f"{', '.join(m.name for m in METRICS)} and the columns {', '.join(known)}"
             )
+        wanted.update(found)
+        iterated.update({known[c][0] for c in found} - _FREE.get(name, frozenset()))
     columns = tuple((c, q, m) for c, (q, m) in known.items() if c in wanted)
     needed: dict[str, set[str]] = {}
     for _, quantity, metric in columns:
@@ -359,7 +366,7 @@ def choose(metrics: str | Sequence[str] = "basic") -> Choice:
         for other, partial in metric.also:
             needed.setdefault(other, {"pieces"}).add(partial)
     partials = {q: tuple(p for p in PARTIALS if p in needed[q]) for q in QUANTITIES if q in needed}
-    return Choice(columns=columns, partials=partials)
+    return Choice(columns=columns, partials=partials, iterated=frozenset(iterated))
 
 
 def selection_shape(shape: MatrixShape, dim: int) -> MatrixShape:
@@ -386,7 +393,8 @@ def finish_selection(measured: Measured) -> dict[str, float]:
 
 
 def _unmeasured(measured: Measured, quantity: str) -> bool:
-    return not measured.shape.vector and bool((measured.get(quantity, "sigma_ranks") == 0).any())
+    ranks = measured.get(quantity, "sigma_ranks")
+    return not measured.shape.vector and (ranks.numel() == 0 or bool((ranks == 0).any()))
 
 
 def _ratio(over: float, under: float) -> float:

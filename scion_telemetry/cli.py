@@ -1,0 +1,193 @@
+"""The command line: ``scion-telemetry demo``, ``show``, ``plot`` and ``dashboard``."""
+
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from scion_telemetry.store import Run, load_run
+
+app = typer.Typer(
+    help="Training dynamics of spectral optimizers: exact under any sharding, nearly free.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+dashboard = typer.Typer(help="Dashboards as code.", no_args_is_help=True)
+app.add_typer(dashboard, name="dashboard")
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
+
+
+def main() -> None:
+    """Entry point of the ``scion-telemetry`` command: errors of the user are one line, without a trace."""
+    try:
+        app()
+    except (ValueError, RuntimeError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, markup=True, soft_wrap=True)
+    sys.exit(2)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 80,
+    optimizer: Annotated[str, typer.Option(help="dion2, or scion everywhere.")] = "dion2",
+    fraction: Annotated[float, typer.Option(help="Share of rows that Dion2 selects, in (0, 1].")] = 0.25,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    every: Annotated[int, typer.Option(help="Measure every so many steps.")] = 5,
+    nproc: Annotated[int, typer.Option(help="Processes; 1 trains without a process group.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/demo/ and the time")] = None,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Log to Weights & Biases too.")] = False,
+) -> None:
+    """Train a small byte-level GPT on Python's own source text, sharded over two processes, and measure it."""
+    from scion_telemetry.demo.config import DemoConfig
+
+    started = time.perf_counter()
+    folder = out or Path("runs", "demo", datetime.now().strftime("%Y%m%d-%H%M%S"))
+    config = DemoConfig(
+        out=folder,
+        steps=steps,
+        optimizer=optimizer,
+        fraction=fraction,
+        lr=lr,
+        seed=seed,
+        every=every,
+        nproc=nproc,
+        wandb=wandb,
+    )
+    from scion_telemetry.demo.launch import launch
+
+    launch(config)
+    run = load_run(folder)
+    console = Console()
+    console.print(_layer_table(run))
+    _conclude(console, run, time.perf_counter() - started)
+
+
+@app.command()
+def show(run: RunPath) -> None:
+    """Print the last measured values of every parameter."""
+    Console().print(_layer_table(load_run(run)))
+
+
+@app.command()
+def plot(
+    run: RunPath,
+    out: Annotated[Path | None, typer.Option(help="Folder of the figures.", show_default="RUN/figures")] = None,
+    kind: Annotated[str, typer.Option("--format", help="png, svg or pdf.")] = "png",
+) -> None:
+    """Draw every figure of a run."""
+    from scion_telemetry import plots
+
+    loaded = load_run(run)
+    folder = out or run / "figures"
+    for name, draw in plots.FIGURES.items():
+        path = folder / f"{name}.{kind}"
+        plots.save(draw(loaded), path)
+        typer.echo(path)
+
+
+@dashboard.command("wandb")
+def dashboard_wandb(
+    json: Annotated[Path | None, typer.Option(help="Write the specification to this file.", show_default=False)] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Show the columns of this run.", show_default="the default metrics")
+    ] = None,
+    entity: Annotated[str | None, typer.Option(help="Upload to this entity …", show_default=False)] = None,
+    project: Annotated[str | None, typer.Option(help="… and project.", show_default=False)] = None,
+) -> None:
+    """Build the Weights & Biases workspace: write its specification, upload it, or both."""
+    from scion_telemetry.dashboards import wandb_workspace as workspace
+
+    if json is None and not (entity and project):
+        raise ValueError("nothing to do: give --json FILE, or --entity and --project to upload")
+    columns: tuple[str, ...] = workspace.DEFAULT_COLUMNS
+    scalars: tuple[str, ...] = workspace.DEFAULT_SCALARS
+    if run is not None:
+        loaded = load_run(run)
+        columns = workspace.columns_of(loaded.info)
+        scalars = tuple(name for name in loaded.scalars.columns if name != "step")
+    if json is not None:
+        workspace.write_specification(json, entity, project or "", columns=columns, scalars=scalars)
+        typer.echo(json)
+    if entity and project:
+        typer.echo(workspace.save(entity, project, columns=columns, scalars=scalars))
+
+
+def _layer_table(run: Run) -> Table:
+    summary = run.summary()
+    if "fraction" in run.selection:
+        summary["fraction"] = run.selection.groupby("param", observed=True)["fraction"].last()
+    shown = {column: title for column, title in _TABLE.items() if column in summary}
+    table = Table(
+        title=f"step {max(run.steps, default=0)}",
+        caption=_LEGEND,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("parameter", overflow="fold")
+    for title in ("role", "shape"):
+        table.add_column(title, no_wrap=True)
+    for title in shown.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in summary.reset_index().to_dict("records"):
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        table.add_row(row["param"], row["role"], shape, *(_number(row[column]) for column in shown))
+    return table
+
+
+_TABLE = {
+    "weight_rms": "rms",
+    "weight_rms_to_rms": "rms_to_rms",
+    "update_weight_ratio": "upd/weight",
+    "fraction": "k/n",
+    "captured_mass": "mass",
+}
+"""Columns of the table in the terminal."""
+
+_LEGEND = (
+    "rms, rms_to_rms = σ₁ √(d_in/d_out): of the weight; upd/weight: ratio of Frobenius norms; "
+    "k/n: share of rows or columns selected; mass: their share of the momentum's L1 norm"
+)
+
+
+def _number(value: float) -> str:
+    return "" if value != value else f"{value:.3g}" if value >= 0.01 else f"{value:.2g}"
+
+
+def _conclude(console: Console, run: Run, seconds: float) -> None:
+    from scion_telemetry import plots
+
+    figure = run.path / "overview.png"
+    plots.save(plots.overview(run), figure)
+    losses = run.scalars["val_loss"].dropna()
+    console.print(
+        f"validation loss {losses.iloc[0]:.2f} -> {losses.iloc[-1]:.2f} nats per byte, {seconds:.0f} s in all"
+    )
+    console.print(f"figure          {figure}", highlight=False)
+    console.print(
+        "\nNext:\n"
+        f"  scion-telemetry plot {run.path}      every figure\n"
+        f"  scion-telemetry show {run.path}      this table again\n"
+        f'  python -c "from scion_telemetry import load_run; print(load_run({str(run.path)!r}).layers)"\n'
+        "  README.md                            two lines that put the tracker into your own training loop",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
