@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from scion_telemetry.store import Run, load_run
@@ -20,6 +21,9 @@ app = typer.Typer(
 )
 dashboard = typer.Typer(help="Dashboards as code.", no_args_is_help=True)
 app.add_typer(dashboard, name="dashboard")
+
+_BATCH = 32
+"""Sequences a step of the demo, as nearly as its processes divide it."""
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 
@@ -33,7 +37,7 @@ def main() -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, markup=True, soft_wrap=True)
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(2)
 
 
@@ -63,6 +67,7 @@ def demo(
         seed=seed,
         every=every,
         nproc=nproc,
+        batch=max(1, _BATCH // max(1, nproc)) * nproc,
         wandb=wandb,
     )
     from scion_telemetry.demo.launch import launch
@@ -152,14 +157,14 @@ def _layer_table(run: Run) -> Table:
 _TABLE = {
     "weight_rms": "rms",
     "weight_rms_to_rms": "rms_to_rms",
-    "update_weight_ratio": "upd/weight",
+    "update_weight_ratio": "u/w",
     "fraction": "k/n",
     "captured_mass": "mass",
 }
 """Columns of the table in the terminal."""
 
 _LEGEND = (
-    "rms, rms_to_rms = σ₁ √(d_in/d_out): of the weight; upd/weight: ratio of Frobenius norms; "
+    "rms, rms_to_rms = σ₁ √(d_in/d_out): of the weight; u/w: update over weight, Frobenius norms; "
     "k/n: share of rows or columns selected; mass: their share of the momentum's L1 norm"
 )
 
@@ -177,7 +182,7 @@ def _conclude(console: Console, run: Run, seconds: float) -> None:
     console.print(
         f"validation loss {losses.iloc[0]:.2f} -> {losses.iloc[-1]:.2f} nats per byte, {seconds:.0f} s in all"
     )
-    console.print(f"figure          {figure}", highlight=False)
+    console.print(f"figure          {figure}", highlight=False, soft_wrap=True)
     console.print(
         "\nNext:\n"
         f"  scion-telemetry plot {run.path}      every figure\n"

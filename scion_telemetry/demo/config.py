@@ -20,7 +20,7 @@ class DemoConfig:
         seed: Of weights and batches, >= 0.
         every: Measure every so many steps, >= 1.
         nproc: Processes; 1 trains without a process group.
-        batch: Sequences a step, over all processes.
+        batch: Sequences a step, over all processes; a multiple of nproc.
         wandb: Log to Weights & Biases too.
 
     Raises:
