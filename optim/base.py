@@ -106,22 +106,25 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Add a group; its parameters are checked and get their state now.
 
         Raises:
-            ValueError: For an unknown algorithm or option, a value out of range, or a parameter that cannot be stepped.
+            ValueError: For an unknown algorithm or option, a value out of range, or a parameter that cannot be stepped
+                or is listed twice.
         """
         group = dict(param_group)
         algorithm = self._algorithm(group)
-        known = {"params", "param_names", "name", "role", "algorithm", *algorithm.defaults}
+        known = {"params", "param_names", "name", "role", "algorithm", "initial_lr", *algorithm.defaults}
         if unknown := sorted(set(group) - known):
             raise ValueError(
                 f"unknown option {unknown[0]!r} for algorithm {algorithm.name!r}; known are {', '.join(sorted(known))}"
             )
         for option, default in algorithm.defaults.items():
-            group.setdefault(option, self.defaults.get(option, default))
+            value = self.defaults.get(option, default)
+            group.setdefault(option, dict(value) if isinstance(value, Mapping) else value)
         check_options(group, algorithm.checks)
+        group["params"] = _refuse_duplicates(group["params"])
         super().add_param_group(group)
         try:
             self._place(self.param_groups[-1])
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
 
@@ -214,7 +217,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             algorithm = self._algorithm(group)
             alike: dict[tuple[object, ...], list[Tensor]] = {}
             for param in group["params"]:
-                if param.grad is not None:
+                if param.grad is not None and param.numel():
                     alike.setdefault(
                         (tuple(param.shape), param.dtype, param.grad.dtype, self._layouts[param]), []
                     ).append(param)
@@ -302,14 +305,33 @@ def check_options(options: Mapping[str, Any], checks: Mapping[str, Check]) -> No
             raise ValueError(f"{option} must be {text}, got {value!r}")
 
 
-NOT_NEGATIVE: Check = (lambda v: float(v) >= 0, "a number >= 0")
-POSITIVE: Check = (lambda v: float(v) > 0, "a number > 0")
+NOT_NEGATIVE: Check = (lambda v: not isinstance(v, str) and float(v) >= 0, "a number >= 0")
+POSITIVE: Check = (lambda v: not isinstance(v, str) and float(v) > 0, "a number > 0")
 UNIT_INTERVAL: Check = (lambda v: not isinstance(v, str) and 0 < v <= 1, "in (0, 1]")
 BETAS: Check = (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
 
 
+def _refuse_duplicates(params: Any) -> Any:
+    # torch only warns of them, and would step them twice.
+    if isinstance(params, Tensor | set):  # the one is single; torch refuses the other
+        return params
+    entries, seen = list(params), dict[Tensor, str]()
+    for i, entry in enumerate(entries):
+        name, param = entry if isinstance(entry, tuple) else (f"parameter {i}", entry)
+        if isinstance(param, Tensor):
+            if param in seen:
+                raise ValueError(f"{name!r} is the same tensor as {seen[param]!r} (tied weights?); list it once")
+            seen[param] = name
+    return entries
+
+
 def _local_grad(param: Tensor, layout: Layout) -> Tensor:
     assert param.grad is not None
+    if param.grad.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({param.grad.layout}); only dense "
+            "ones are stepped (nn.Embedding(..., sparse=False))"
+        )
     if Layout.of(param.grad) != layout:
         raise ValueError(
             f"the gradient of a parameter of shape {tuple(param.shape)} lies as ({Layout.of(param.grad).describe()}), "

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer
+from .orthogonalize import NewtonSchulzFunc, Orthogonalizer, input_dtype, make_orthogonalizer
 
 _EPS = 1e-8
 
@@ -74,7 +74,7 @@ class Spectral:
 
     def lmo(self, g: Tensor) -> Tensor:
         """``[..., d_out, d_in]`` to the same shape, in the orthogonaliser's dtype."""
-        return self._func(g, epsilon=1e-7) * self._scale(g.size(-2), g.size(-1))
+        return _apply(self._func, g) * self._scale(g.size(-2), g.size(-1))
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Semi-orthogonal times s."""
@@ -112,7 +112,7 @@ class SpectralConv:
 
     def lmo(self, g: Tensor) -> Tensor:
         """``[out, in, *kernel]`` to the same shape, in the orthogonaliser's dtype."""
-        flat = self._func(g.reshape(g.size(0), -1), epsilon=1e-7)
+        flat = _apply(self._func, g.reshape(g.size(0), -1))
         return flat.view(g.shape) * (math.sqrt(g.size(0) / g.size(1)) / math.prod(g.shape[2:]))
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -282,6 +282,11 @@ def make_norm(name: str, ndim: int, kwargs: Mapping[str, object] | None = None) 
         return NORMS[name](**(kwargs or {}))
     except TypeError as error:
         raise ValueError(f"norm_kwargs of {name!r}: {error}") from error
+
+
+def _apply(func: NewtonSchulzFunc, g: Tensor) -> Tensor:
+    # Orthogonalisers of other authors may divide their input in place, which can be a momentum buffer or a gradient.
+    return func(g if isinstance(func, Orthogonalizer) else g.clone(), epsilon=1e-7)
 
 
 def _l2(g: Tensor, dim: int) -> Tensor:

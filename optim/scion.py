@@ -35,19 +35,19 @@ class ScionAlgorithm:
 
     def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """The momentum buffer, unless momentum is 1 and the gradient itself is used."""
-        make_norm(options["norm"], param.ndim, options["norm_kwargs"])
+        _norm(options, param.ndim)
         return {} if options["momentum"] == 1 else {"momentum_buffer": torch.zeros_like(param)}
 
     def facts(self, param: Tensor, layout: Layout, options: Mapping[str, Any]) -> ParamFacts:
         """Shows every update; an owner assembles those whose norm needs the whole matrix."""
-        norm = make_norm(options["norm"], param.ndim, options["norm_kwargs"])
+        norm = _norm(options, param.ndim)
         whole = norm.extent == "matrix" or not layout.sharded_dims
         return ParamFacts(algorithm=self.name, shows_update=True, owner_shows=whole and param.ndim >= 2)
 
     def step(self, work: Work) -> Iterator[None]:
         """buf <- (1-m) buf + m g;  W <- (1-lr) W if constrained;  W <- W - lr · scale · lmo(buf)."""
         options = work.options
-        norm = make_norm(options["norm"], len(work.layout.shape), options["norm_kwargs"])
+        norm = _norm(options, len(work.layout.shape))
         averages = self._average(work)
         if norm.extent == "matrix":
             counts = [row_counts(work.layout)] * len(averages)
@@ -144,6 +144,10 @@ class Scion(SpectralOptimizer):
         }
         super().__init__(params, defaults, algorithms=(ScionAlgorithm(),), process_group=process_group)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one that names its ``norm`` does not inherit the ``norm_kwargs`` of the default norm."""
+        super().add_param_group({"norm_kwargs": {}, **param_group} if "norm" in param_group else param_group)
+
     @torch.no_grad()
     def init(self, seed: int = 0) -> None:
         """Fill all weights with random ones of norm ``scale``, the same for any sharding and number of ranks.
@@ -155,7 +159,13 @@ class Scion(SpectralOptimizer):
             for param in group["params"]:
                 layout = self._layouts[param]
                 generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + number)
-                norm = make_norm(group["norm"], param.ndim, group["norm_kwargs"])
+                norm = _norm(group, param.ndim)
                 full = norm.init_(torch.empty(layout.shape, dtype=torch.float32), generator) * group["scale"]
                 local(param).copy_(take_piece(full, layout))
                 number += 1
+
+
+def _norm(options: Mapping[str, Any], ndim: int) -> Norm:
+    """The norm of a group; to ``Auto`` a stack of experts is a stack of matrices and not a convolution."""
+    experts = options["norm"] == "Auto" and options.get("role") == "expert"
+    return make_norm("Spectral" if experts else options["norm"], ndim, options["norm_kwargs"])
