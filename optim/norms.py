@@ -230,8 +230,8 @@ class Sign:
 
     @property
     def extent(self) -> Extent:
-        """Single entries."""
-        return "entry"
+        """Rows where their length is needed, which a piece of a cut vector does not have; else single entries."""
+        return "row" if self.normalized else "entry"
 
     @property
     def dtype(self) -> torch.dtype | None:

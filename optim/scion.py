@@ -41,7 +41,7 @@ class ScionAlgorithm:
     def facts(self, param: Tensor, layout: Layout, options: Mapping[str, Any]) -> ParamFacts:
         """Shows every update; an owner assembles those whose norm needs the whole matrix."""
         norm = _norm(options, param.ndim)
-        whole = norm.extent == "matrix" or not layout.sharded_dims
+        whole = _must_gather(norm, layout) or not layout.sharded_dims
         return ParamFacts(algorithm=self.name, shows_update=True, owner_shows=whole and param.ndim >= 2)
 
     def step(self, work: Work) -> Iterator[None]:
@@ -49,7 +49,7 @@ class ScionAlgorithm:
         options = work.options
         norm = _norm(options, len(work.layout.shape))
         averages = self._average(work)
-        if norm.extent == "matrix":
+        if _must_gather(norm, work.layout):
             counts = [row_counts(work.layout)] * len(averages)
             moved = [a.to(norm.dtype) if norm.dtype else a for a in averages]
             whole = yield from work.exchange.gather(moved, counts)
@@ -169,3 +169,9 @@ def _norm(options: Mapping[str, Any], ndim: int) -> Norm:
     """The norm of a group; to ``Auto`` a stack of experts is a stack of matrices and not a convolution."""
     experts = options["norm"] == "Auto" and options.get("role") == "expert"
     return make_norm("Spectral" if experts else options["norm"], ndim, options["norm_kwargs"])
+
+
+def _must_gather(norm: Norm, layout: Layout) -> bool:
+    """Whether a rank's piece is not enough. A vector is one row, so cutting it cuts the row."""
+    cut_vector = len(layout.shape) < 2 and bool(layout.sharded_dims)
+    return norm.extent == "matrix" or (norm.extent == "row" and cut_vector)
