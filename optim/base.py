@@ -116,9 +116,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"unknown option {unknown[0]!r} for algorithm {algorithm.name!r}; known are {', '.join(sorted(known))}"
             )
-        for option, default in algorithm.defaults.items():
-            value = self.defaults.get(option, default)
-            group.setdefault(option, dict(value) if isinstance(value, Mapping) else value)
+        self._complete(group)
         check_options(group, algorithm.checks)
         group["params"] = _refuse_duplicates(group["params"])
         super().add_param_group(group)
@@ -127,6 +125,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        for option, default in self._algorithm(group).defaults.items():
+            value = self.defaults.get(option, default)
+            group.setdefault(option, dict(value) if isinstance(value, Mapping) else value)
 
     def _algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         name = group.get("algorithm", self.defaults["algorithm"])
@@ -261,6 +264,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # checkpoints may be older than an option; torch's tools drop empty dicts
+            self._complete(group)
         if not hasattr(self, "_observers"):
             self._process_group = None
             self._observers = OrderedDict()

@@ -52,6 +52,12 @@ class Dion2Algorithm:
                 f"Dion2 steps matrices [d_out, d_in] and stacks of them, got shape {tuple(param.shape)}; give its "
                 "group algorithm='adamw', 'lion' or 'scion' (group_params does)"
             )
+        layout = Layout.of(param)
+        if param.ndim == 3 and layout.sharded_dims:
+            raise ValueError(
+                f"Dion2 does not step a stack of matrices in the layout ({layout.describe()}), got shape "
+                f"{layout.shape}; keep it whole on every rank, or give its group algorithm='scion' or 'adamw'"
+            )
         make_orthogonalizer(options["newton_schulz_func"])
         return {"momentum": torch.zeros_like(param)}
 

@@ -155,8 +155,7 @@ def require_supported(layout: Layout, name: str) -> None:
         ValueError: By the name of the parameter.
     """
     cuts = [a for a in layout.axes if a.dim is not None and a.size > 1]
-    stack = len(layout.shape) == 3 and cuts
-    if len(cuts) > 1 or any(a.dim != 0 or a.split_factor != 1 for a in cuts) or stack:
+    if len(cuts) > 1 or any(a.dim != 0 or a.split_factor != 1 for a in cuts):
         raise ValueError(
             f"parameter {name!r} of shape {layout.shape} has the layout ({layout.describe()}), which the optimizers do "
             "not step; supported are replicated parameters and matrices, vectors and convolutions cut along "

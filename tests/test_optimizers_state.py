@@ -176,3 +176,17 @@ def test_matrices_without_entries(make: Make) -> None:
         param = nn.Parameter(torch.zeros(shape))
         param.grad = torch.zeros(shape)
         make([param, one_param()]).step()
+
+
+@both
+def test_a_checkpoint_that_lacks_an_option_loads_with_its_default(make: Make) -> None:
+    param = one_param()
+    optimizer = make([param])
+    saved = optimizer.state_dict()
+    for option in [k for k in saved["param_groups"][0] if k not in ("params", "lr")]:
+        del saved["param_groups"][0][option]
+    other = make([one_param()])
+    other.load_state_dict(saved)
+    other.step()
+    optimizer.step()
+    assert_same(other.param_groups[0]["params"][0], param)
