@@ -23,8 +23,8 @@ ROLES: Mapping[str, Options] = {
 """What each role is stepped with; the empty ones by the optimizer's own rule."""
 
 _HEAD_NAMES = frozenset({"lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier"})
-_TABLE_NAME = re.compile(r"(^|[._])(pos|position|wpe|wte|embed)", re.IGNORECASE)
-_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
+_TABLE_NAME = re.compile(r"(^|[._])(pos([._]|emb|$)|position|wpe|wte|embed)", re.IGNORECASE)
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"})
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -67,11 +67,11 @@ def group_params(
     Args:
         model: The model, sharded or not.
         roles: Options to add or replace by role: ``{"embedding": {"scale": 8.0}}``.
-        overrides: Options to add or replace by regular expression on the parameter's name; of several patterns the
-            first that matches wins. ``role`` may be overridden too.
+        overrides: Options to add or replace by regular expression on the parameter's name, with or without its
+            ``.weight``; of several patterns the first that matches wins. ``role`` may be overridden too.
 
     Raises:
-        ValueError: For an unknown role, a pattern that matches nothing, or a model without trainable parameters.
+        ValueError: For an unknown role, a pattern that decides nothing, or a model without trainable parameters.
     """
     roles, overrides = dict(roles or {}), dict(overrides or {})
     for role in [*roles, *(o["role"] for o in overrides.values() if "role" in o)]:
@@ -83,7 +83,7 @@ def group_params(
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        pattern = next((p for p in overrides if re.search(p, clean_name(name))), None)
+        pattern = next((p for p in overrides if _matches(p, name)), None)
         unused.discard(pattern or "")
         own = dict(overrides[pattern]) if pattern is not None else {}
         role = own.pop("role", found[param])
@@ -92,7 +92,10 @@ def group_params(
         group["params"].append((clean_name(name), param))
     if unused:
         names = ", ".join(clean_name(n) for n, _ in model.named_parameters())
-        raise ValueError(f"override pattern {sorted(unused)[0]!r} matches no parameter; names are {names}")
+        raise ValueError(
+            f"override pattern {sorted(unused)[0]!r} matches no trainable parameter that an earlier pattern has not "
+            f"taken; names are {names}"
+        )
     if not groups:
         raise ValueError("the model has no parameter that requires a gradient")
     if not any(g["role"] in ("hidden", "expert", "conv") for g in groups.values()):
@@ -105,7 +108,8 @@ def infer_roles(model: nn.Module) -> dict[Tensor, str]:
 
     Read from module types, shapes and names: an ``nn.Embedding`` is an embedding; a Linear layer is the head when it is
     called so (``head``, ``lm_head``, ``output``, …) or when it is the last one and as tall as an embedding; a tensor
-    that is both is tied; what has at most one dimension longer than 1 is a vector.
+    that is both is tied; what has at most one dimension longer than 1 is a vector. A table of no layer, such as
+    ``pos_embed [1, n, d]``, is an embedding by its name.
     """
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     linears = [(name, m.weight) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
@@ -114,15 +118,15 @@ def infer_roles(model: nn.Module) -> dict[Tensor, str]:
         heads.add(linears[-1][1])
     tied = embeddings & {w for _, w in linears}
     convolutions = {m.weight for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
+    layers = convolutions | {w for _, w in linears}
     roles: dict[Tensor, str] = {}
     for name, param in model.named_parameters():
-        if sum(size > 1 for size in param.shape) <= 1 and param not in heads | embeddings:
+        extents = sum(size > 1 for size in param.shape)
+        if extents <= 1 and param not in heads | embeddings:
             roles[param] = "vector"
         elif param in tied:
             roles[param] = "tied"
-        elif param in embeddings or (
-            param.ndim == 2 and param not in {w for _, w in linears} and _TABLE_NAME.search(name)
-        ):
+        elif param in embeddings or (extents == 2 and param not in layers and _TABLE_NAME.search(name)):
             roles[param] = "embedding"
         elif param in heads:
             roles[param] = "head"
@@ -134,10 +138,17 @@ def infer_roles(model: nn.Module) -> dict[Tensor, str]:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes that wrappers add and without a trailing ``.weight``."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name.removesuffix(".weight")
+    """A parameter's name without what wrappers add and without a trailing ``.weight``."""
+    return _unwrapped(name).removesuffix(".weight")
+
+
+def _unwrapped(name: str) -> str:
+    *path, last = name.split(".")
+    return ".".join([*(part for part in path if part not in _WRAPPERS), last])
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return any(re.search(pattern, seen) for seen in (clean_name(name), _unwrapped(name)))
 
 
 def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
