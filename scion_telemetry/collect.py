@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scion_telemetry.describe import find_momentum, piece_like
 from scion_telemetry.metrics import norms, selection, spectral
 from scion_telemetry.metrics.catalogue import PARTIALS, SELECTION_PARTIALS, Choice, selection_shape
 from scion_telemetry.metrics.pieces import Place, as_matrices
@@ -21,9 +22,6 @@ from scion_telemetry.optim.events import StepEvent
 from scion_telemetry.optim.layout import Layout, local
 from scion_telemetry.plan import Planned
 from scion_telemetry.reduce import Buffers, Schema
-
-MOMENTUM_KEYS = ("momentum", "momentum_buffer", "exp_avg")
-"""Where optimizers keep their momentum: Dion2, Scion and SGD and Muon, the Adam family."""
 
 SigmaKey = tuple[int, str, int]
 """(number of the parameter, quantity, number of the stacked matrix)."""
@@ -38,12 +36,27 @@ class Mine:
         param: The parameter.
         planned: What all ranks agreed.
         place: Where the piece lies.
+        held: Matrices of a stack that the piece holds, with their positions in it.
     """
 
     number: int
     param: Tensor
     planned: Planned
     place: Place
+    held: Mapping[int, int]
+
+    @classmethod
+    def of(cls, number: int, param: Tensor, planned: Planned) -> "Mine":
+        """Read the place from the parameter."""
+        layout = Layout.of(param)
+        runs = layout.runs(0) if planned.shape.stacked else ((0, 1),)
+        return cls(
+            number=number,
+            param=param,
+            planned=planned,
+            place=Place.of(layout, planned.shape, device=param.device),
+            held={b: i for i, b in enumerate(b for start, stop in runs for b in range(start, stop))},
+        )
 
 
 def make_schema(plan: Sequence[Planned], choice: Choice) -> Schema:
@@ -102,15 +115,9 @@ class Collector:
         self._start = step
         self._numbers = {params[p.spec.info.name]: n for n, p in enumerate(plan) if p.spec.info.name in params}
         self._mine = {
-            param: Mine(
-                number=n,
-                param=param,
-                planned=plan[n],
-                place=Place.of(Layout.of(param), plan[n].shape, device=param.device),
-            )
-            for param, n in self._numbers.items()
-            if rank in plan[n].measurers
+            param: Mine.of(n, param, plan[n]) for param, n in self._numbers.items() if rank in plan[n].measurers
         }
+        self._by_number = {mine.number: mine for mine in self._mine.values()}
         self.device = next(iter(params.values())).device if params else torch.device("cpu")
         self._histories: dict[Tensor, selection.History] = {}
         self._starts: dict[SigmaKey, Tensor] = {}
@@ -189,18 +196,19 @@ class Collector:
             decay: lr · wd of the decoupled weight decay of each parameter, which is not part of an update.
             buffers: Where to.
         """
-        for mine in self._mine.values():
-            weight = local(mine.param.detach())
-            found: dict[str, Tensor | None] = {
-                "weight": weight,
-                "grad": None if mine.param.grad is None else local(mine.param.grad.detach()),
-                "momentum": find_momentum(states.get(mine.param, {}), mine.param),
-            }
-            if mine.param in self._snapshots:
-                before = self._snapshots.pop(mine.param)
-                if mine.param.grad is not None:
-                    kept = 1 - decay.get(mine.param, 0.0)
-                    found["update"] = weight.double() - kept * before.double()
+        for param in self._numbers:
+            found: dict[str, Tensor | None] = {}
+            if "grad" in self._choice.partials and param.grad is not None:
+                found["grad"] = piece_like(param.grad, param)
+            if "momentum" in self._choice.partials:
+                found["momentum"] = find_momentum(states.get(param, {}), param)
+            mine = self._mine.get(param)
+            if mine is None:
+                continue
+            found["weight"] = local(param.detach())
+            if param in self._snapshots and param.grad is not None:
+                kept = 1 - decay.get(param, 0.0)
+                found["update"] = local(param.detach()).double() - kept * self._snapshots[param].double()
             for quantity, piece in found.items():
                 if piece is not None and quantity in self._choice.partials:
                     matrices = as_matrices(piece, mine.planned.shape)
@@ -284,7 +292,8 @@ class Collector:
         size = shape.rows if flip else shape.columns
         piece, place, rows = self._local_matrix(number, quantity, b)
         if piece is None:
-            piece, place, rows = torch.empty(0, size, device=self.device), None, torch.empty(0, dtype=torch.int64)
+            piece = torch.empty(0, size, dtype=torch.float32, device=self.device)
+            place, rows = None, torch.empty(0, dtype=torch.int64, device=self.device)
         elif flip:
             piece, place, rows = piece.mT, rows, place
         both = rows_cut and columns_cut
@@ -300,16 +309,10 @@ class Collector:
 
     def _local_matrix(self, number: int, quantity: str, b: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """This rank's piece of one matrix, with the positions of its columns and rows."""
-        piece = self._pieces.get((number, quantity))
-        if piece is None:
+        piece, mine = self._pieces.get((number, quantity)), self._by_number.get(number)
+        if piece is None or mine is None or b not in mine.held:
             return None, None, None
-        mine = next(m for m in self._mine.values() if m.number == number)
-        if mine.place.batch is not None:
-            at = (mine.place.batch == b).nonzero()
-            if not at.numel():
-                return None, None, None
-            b = int(at[0])
-        return piece[b], mine.place.columns, mine.place.rows
+        return piece[mine.held[b]], mine.place.columns, mine.place.rows
 
     def _finish(self, number: int, quantity: str, b: int, problem: Krylov, buffers: Buffers) -> None:
         found = problem.estimate()
@@ -317,15 +320,6 @@ class Collector:
         buffers.view((number, quantity, "sigma_upper"))[b] = found.upper
         buffers.view((number, quantity, "sigma_ranks"))[b] = 1.0
         self._starts[(number, quantity, b)] = problem.next_start(self._seeds)
-
-
-def find_momentum(state: Mapping[str, Any], param: Tensor) -> Tensor | None:
-    """The momentum in an optimizer's state of one parameter, None where it keeps none."""
-    for key in MOMENTUM_KEYS:
-        value = state.get(key)
-        if isinstance(value, Tensor) and value.shape == param.shape:
-            return local(value)
-    return None
 
 
 def _cut_sides(planned: Planned) -> tuple[bool, bool]:

@@ -6,21 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from scion_telemetry.optim.events import ObservableOptimizer, ParamFacts
 from scion_telemetry.optim.groups import clean_name, infer_roles
-from scion_telemetry.optim.layout import Layout
+from scion_telemetry.optim.layout import Layout, local
 from scion_telemetry.plan import ParamSpec
 from scion_telemetry.rows import ParamInfo, Value
 
 _NOT_OPTIONS = frozenset({"params", "param_names", "role", "name", "algorithm"})
+
+MOMENTUM_KEYS = ("momentum", "momentum_buffer", "exp_avg")
+"""Where optimizers keep their momentum: Dion2, Scion and SGD and Muon, the Adam family."""
 
 
 def parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The parameters that the optimizer steps, by clean name, in model order; tied ones once.
 
     Raises:
-        ValueError: When the optimizer steps none of the model's parameters, or one that the model does not have.
+        ValueError: When the optimizer steps a parameter that the model does not have, or parameters are on several
+            devices.
     """
     stepped = {param for group in optimizer.param_groups for param in group["params"]}
     named = {clean_name(name): param for name, param in model.named_parameters()}
@@ -30,6 +35,12 @@ def parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         raise ValueError(
             f"the optimizer steps {len(foreign)} parameters that the model does not have, of shapes "
             f"{', '.join(shapes[:5])}; pass the model that the optimizer was made for, after sharding or wrapping it"
+        )
+    devices = {param.device for param in found.values()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        raise ValueError(
+            f"parameters must be on one device and have storage, got {', '.join(sorted(map(str, devices)))}; move the "
+            "model to one device (to_empty for meta) before attaching the tracker"
         )
     return found
 
@@ -71,6 +82,28 @@ def decoupled_decay(optimizer: torch.optim.Optimizer) -> dict[Tensor, float]:
         factor = float(group["lr"]) * float(group["weight_decay"]) if decoupled else 0.0
         decay.update(dict.fromkeys(group["params"], factor))
     return decay
+
+
+def find_momentum(state: Mapping[str, Any], param: Tensor) -> Tensor | None:
+    """The momentum in an optimizer's state of one parameter, None where it keeps none."""
+    for key in MOMENTUM_KEYS:
+        value = state.get(key)
+        if isinstance(value, Tensor) and value.shape == param.shape:
+            return piece_like(value, param)
+    return None
+
+
+def piece_like(value: Tensor, param: Tensor) -> Tensor:
+    """This rank's piece of a gradient or momentum, cut as its parameter is.
+
+    Communicates only where the value lies otherwise: tensor parallelism leaves gradients that are not added up yet.
+    """
+    value = value.detach()
+    if value.layout != torch.strided:
+        value = value.to_dense()
+    if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
+        value = value.redistribute(param.device_mesh, param.placements)
+    return local(value)
 
 
 def _spec(

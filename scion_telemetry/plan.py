@@ -73,20 +73,24 @@ def agree(describe: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]
     """Exchange a description between all ranks; returns them by rank.
 
     Raises:
-        ValueError: On all ranks, when any of them failed to describe; nobody is left waiting.
+        Exception: Of this rank, when it failed to describe.
+        ValueError: On all other ranks then; nobody is left waiting.
     """
     if group is None:
         return [describe()]
     mine: tuple[T | None, str | None]
+    failure: Exception | None = None
     try:
         mine = (describe(), None)
-    except (ValueError, RuntimeError, TypeError, OSError) as error:
-        mine = (None, str(error))
+    except Exception as error:  # of whatever kind: the other ranks are about to wait for this one
+        failure, mine = error, (None, f"{type(error).__name__}: {error}")
     everybody: list[Any] = [None] * group.size()
     dist.all_gather_object(everybody, mine, group=group)
+    if failure is not None:
+        raise failure
     for rank, (_, message) in enumerate(everybody):
         if message is not None:
-            raise ValueError(message if rank == group.rank() else f"rank {rank}: {message}")
+            raise ValueError(f"rank {rank} failed: {message}")
     return [description for description, _ in everybody]
 
 

@@ -68,6 +68,7 @@ class ScalarLog:
         Raises:
             TypeError: For a value that is not a number or a tensor of one number.
         """
+        checked: list[tuple[int, str, Number]] = []
         for name, value in values.items():
             if isinstance(value, DTensor):
                 value = value.full_tensor()
@@ -80,7 +81,8 @@ class ScalarLog:
                 value = value.detach().reshape(()).to(torch.float64, copy=True)
             elif isinstance(value, bool) or not hasattr(value, "__float__"):
                 raise TypeError(f"scalar {name!r} must be a number or a tensor of one number, got {value!r}")
-            self._pending.append((step, name, value if isinstance(value, Tensor) else float(value)))
+            checked.append((step, name, value if isinstance(value, Tensor) else float(value)))
+        self._pending += checked
 
     def open(self, end: int, *, agreed: bool = False) -> Window:
         """The window of a flush that takes every step before ``end``; agrees on names when some rank has new ones.

@@ -65,6 +65,12 @@ def log_spaced(per_decade: int = 10) -> Schedule:
     return _Named(f"log_spaced({per_decade})", rule)
 
 
+def name_of(schedule: Schedule) -> str:
+    """What to call a schedule: its ``str``, or its name where that shows an address, which differs between ranks."""
+    text = str(schedule)
+    return text if " at 0x" not in text else str(getattr(schedule, "__qualname__", type(schedule).__qualname__))
+
+
 def _require_count(n: object, what: str) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"{what} needs whole numbers >= 1, got {n!r}")

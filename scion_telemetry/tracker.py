@@ -30,7 +30,7 @@ from scion_telemetry.plan import Planned, agree, make_plan, require_equal
 from scion_telemetry.reduce import Buffers, HostBuffers, Schema
 from scion_telemetry.rows import Batch, ParamInfo, Row, RunInfo, Sink, Value
 from scion_telemetry.scalars import Number, ScalarLog, Window
-from scion_telemetry.schedule import Schedule, every
+from scion_telemetry.schedule import Schedule, every, name_of
 from scion_telemetry.writer import Writer, open_sinks
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,8 @@ class Tracker:
         TypeError: For an optimizer that is no ``torch.optim.Optimizer``, a schedule that cannot be called, a sink
             without ``open``, ``write`` and ``close``.
         ValueError: For an unknown metric, a parameter that cannot be measured, settings that differ between ranks, or a
-            sink that cannot start.
+            failure on another rank.
+        Exception: Of a sink that cannot start; those already started are closed again.
     """
 
     def __init__(
@@ -94,17 +95,15 @@ class Tracker:
         start_step: int = 0,
     ) -> None:
         self._schedule = every(10) if schedule is None else schedule
-        _check_arguments(optimizer, self._schedule, sinks, start_step)
-        self._choice = choose(metrics)
         self._optimizer = optimizer
         self._group = _own_group(process_group)
         self._rank = 0 if self._group is None else self._group.rank()
         self._step = start_step
-        self._closed = False
+        self._closed = self._armed = False
         self._buffers: Buffers | None = None
         self._window: Window | None = None
         self.last_flush: FlushStats | None = None
-        params = self._agree_on_parameters(model)
+        params = self._agree_on_parameters(model, metrics, sinks)
         self._collector = Collector(
             self._plan, self._choice, params, rank=self._rank, group=self._group, step=start_step
         )
@@ -113,13 +112,17 @@ class Tracker:
         self._open(sinks, dict(run or {}))
         self._handles = self._attach()
 
-    def _agree_on_parameters(self, model: nn.Module) -> dict[str, Tensor]:
+    def _agree_on_parameters(
+        self, model: nn.Module, metrics: str | Sequence[str], sinks: Sequence[Sink]
+    ) -> dict[str, Tensor]:
         params: dict[str, Tensor] = {}
 
         def mine() -> tuple[Any, ...]:
+            _check_arguments(self._optimizer, self._schedule, sinks, self._step)
+            self._choice = choose(metrics)
             params.update(describe.parameters(model, self._optimizer))
             columns = [name for name, _, _ in self._choice.columns]
-            return describe.describe(model, self._optimizer, params), str(self._schedule), columns, self._step
+            return describe.describe(model, self._optimizer, params), name_of(self._schedule), columns, self._step
 
         everybody = agree(mine, self._group)
         for what, i in (("the schedule", 1), ("the choice of metrics", 2), ("start_step", 3)):
@@ -147,7 +150,7 @@ class Tracker:
             layer_columns=tuple(name for name, _, _ in self._choice.columns),
             selection_columns=tuple(m.name for m in SELECTION_METRICS) if selects else (),
             units=units,
-            schedule=str(self._schedule),
+            schedule=name_of(self._schedule),
             world_size=1 if self._group is None else self._group.size(),
             start_step=self._step,
             versions=_versions(),
@@ -165,6 +168,7 @@ class Tracker:
     # ------------------------------------------------------------------ hooks
 
     def _before_step(self, *_: object) -> None:
+        self._armed = True
         if not self._schedule(self._step + 1):
             self._buffers = None
             return
@@ -183,6 +187,9 @@ class Tracker:
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:
+        if not self._armed:  # the end of a step around a step (a subclass that calls super().step())
+            return
+        self._armed = False
         self._step += 1
         buffers, window = self._buffers, self._window
         if buffers is None or window is None:
@@ -237,6 +244,12 @@ class Tracker:
         """Send the last scalars, write what is queued, close sinks, detach. Every rank calls it; twice is harmless."""
         if self._closed:
             return
+        try:
+            self._send_last_scalars()
+        finally:  # also when another rank is gone
+            self._finish()
+
+    def _send_last_scalars(self) -> None:
         window = self._scalars.open(self._step + 1, agreed=True)
         if window.names:
             buffers = Buffers(Schema.of(()), self._collector.device, extra=window.size)
@@ -246,7 +259,6 @@ class Tracker:
             if self._writer is not None:
                 step = self._step
                 self._writer.put(lambda: Batch(step=step, scalars=_read(host, window)))
-        self._finish()
 
     def _finish(self) -> None:
         self._closed = True

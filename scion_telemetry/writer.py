@@ -45,10 +45,7 @@ class Writer:
         self._queue.put(None)
         self._thread.join()
         for sink in self._sinks:
-            try:
-                sink.close()
-            except Exception:  # a sink's fault must not hide the user's own exception, nor keep others open
-                logger.exception("closing %s failed", type(sink).__name__)
+            _close(sink)
         self._sinks = []
 
     def _work(self) -> None:
@@ -83,6 +80,13 @@ def open_sinks(sinks: Sequence[Sink], start: Callable[[Sink], None]) -> None:
             start(sink)
         except Exception:
             for other in opened:
-                other.close()
+                _close(other)
             raise
         opened.append(sink)
+
+
+def _close(sink: Sink) -> None:
+    try:
+        sink.close()
+    except Exception:  # a sink's fault must not hide the user's own exception, nor keep others open
+        logger.exception("closing %s failed", type(sink).__name__)

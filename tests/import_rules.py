@@ -63,9 +63,12 @@ RULES = (
     rule({"metrics", "reduce", "_reduce*"}, {"torch"}, {"optim.layout", "rows", "metrics", "reduce", "_reduce*"}),
     # The parts that the tracker drives. They know what they measure, and neither the tracker nor a destination.
     rule(
-        {"collect", "plan", "scalars"},
+        {"collect", "describe", "plan", "scalars"},
         {"torch"},
-        {"optim.layout", "optim.events", "rows", "metrics", "reduce", "collect", "plan", "scalars"},
+        {
+            *("optim.layout", "optim.events", "optim.groups", "rows", "metrics", "reduce"),
+            *("collect", "describe", "plan", "scalars"),
+        },
     ),
     rule({"writer"}, inside={"rows"}),
     rule({"sinks"}, {"rich", *EXTRAS}, {"rows", "words", "sinks"}, vendors=1),

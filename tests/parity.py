@@ -13,6 +13,7 @@ from truth import layer_values, worst
 from scion_telemetry import Tracker, every
 from scion_telemetry.optim.groups import clean_name
 from scion_telemetry.optim.layout import local
+from scion_telemetry.rows import Batch, RunInfo
 from scion_telemetry.sinks import MemorySink
 
 STEPS = 3
@@ -39,6 +40,16 @@ class Net(nn.Module):
         x = torch.tanh(self.up(self.embed(tokens)))
         out: Tensor = self.head(self.norm(self.narrow(torch.tanh(self.mid(x)))))
         return out
+
+
+class NoSink:
+    """Keeps nothing."""
+
+    def open(self, run: RunInfo) -> None: ...
+
+    def write(self, batch: Batch) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def batch(step: int, rank: int = 0) -> tuple[Tensor, Tensor]:

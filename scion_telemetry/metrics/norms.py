@@ -55,6 +55,10 @@ def nonfinite(x: Tensor, total: Tensor) -> Tensor:
 
     On a CPU, where looking at a number costs nothing, a finite total settles the count without a pass over ``x``.
     """
-    if total.device.type == "cpu" and bool(torch.isfinite(total)):
-        return torch.zeros((), dtype=torch.float64)
+    if _free_to_read(total) and bool(torch.isfinite(total)):
+        return torch.zeros_like(total)
     return (~torch.isfinite(x)).sum(dtype=torch.float64)
+
+
+def _free_to_read(number: Tensor) -> bool:
+    return number.device.type == "cpu"
