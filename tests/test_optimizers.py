@@ -299,3 +299,9 @@ def test_experts_are_stepped_one_by_one_by_both() -> None:
         make(group_params(model)).step()
         make(singles).step()
         torch.testing.assert_close(model.w1.detach(), torch.stack([p.detach() for p in singles]), atol=1e-6, rtol=0)
+
+
+@both
+def test_parameters_on_several_kinds_of_device_are_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"several device types \['cpu', 'meta'\]"):
+        make([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2, device="meta"))])

@@ -267,3 +267,23 @@ def test_the_reference_shards_as_torch_does() -> None:
         for world in (1, 2, 4, 7):
             chunks = [len(c) for c in torch.empty(rows, 1).chunk(world)]
             assert [len(r) for r in ref.row_groups(rows, world)] == chunks + [0] * (world - len(chunks))
+
+
+def test_dion2_takes_a_mesh_or_a_process_group() -> None:
+    """The names of microsoft/dion: distributed_mesh= shares the work of plain parameters, whichever is given."""
+
+    def rank_function(rank: int, world: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (world,))
+        results = []
+        for shared in (None, mesh, mesh.get_group()):
+            param = nn.Parameter(_gauss((4, 6), 0))
+            param.grad = _gauss((4, 6), 1)
+            Dion2([param], distributed_mesh=shared, newton_schulz_func=EXACT).step()
+            results.append(param.detach())
+        square = init_device_mesh("cpu", (1, world))
+        with pytest.raises(ValueError, match="distributed_mesh must be one-dimensional"):
+            Dion2([param], square)
+        return results
+
+    for results in run_threads(rank_function, 2):
+        assert all(torch.equal(r, results[0]) for r in results)

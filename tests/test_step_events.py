@@ -216,5 +216,12 @@ def test_facts_say_what_events_will_show() -> None:
         ("dion2", True, -1),
         ("adamw", False, None),
     ]
+    scion_optimizer = Scion([{"params": [wide]}, {"params": [tall], "norm": "Sign"}, {"params": [vector]}])
+    facts = [scion_optimizer.facts(p) for p in (wide, tall, vector)]
+    assert [(f.shows_update, f.select_dim, f.owner_shows) for f in facts] == [
+        (True, None, True),
+        (True, None, True),  # by nobody's help: every rank has the whole
+        (True, None, False),  # no matrix
+    ]
     with pytest.raises(ValueError, match=r"shape \(2,\) is not in this optimizer"):
         optimizer.facts(nn.Parameter(torch.ones(2)))
