@@ -66,7 +66,7 @@ def make_schema(plan: Sequence[Planned], choice: Choice) -> Schema:
         for number, planned in enumerate(plan):
             for quantity, partials in choice.partials.items():
                 for name in partials:
-                    if not name.startswith("sigma") or _has_sigma(planned, quantity, choice):
+                    if not (name.startswith("sigma") and planned.shape.vector):
                         yield number, quantity, PARTIALS[name], planned.shape
             if planned.spec.select_dim is not None:
                 shape = selection_shape(planned.shape, planned.spec.select_dim)
@@ -74,11 +74,6 @@ def make_schema(plan: Sequence[Planned], choice: Choice) -> Schema:
                     yield number, "selection", partial, shape
 
     return Schema.of(entries())
-
-
-def _has_sigma(planned: Planned, quantity: str, choice: Choice) -> bool:
-    """Whether σ₁ is measured: not of a diagonal, and of pieces only where that was chosen."""
-    return not planned.shape.vector and (not _in_pieces(planned, quantity) or quantity in choice.iterated)
 
 
 def _in_pieces(planned: Planned, quantity: str) -> bool:
@@ -260,10 +255,8 @@ class Collector:
         count = buffers.reduce(self._group)
         problems = {key: self._problem(key, buffers) for key in self._cut_matrices()}
         if problems:
-            cold = any(key not in self._starts for key in problems)
-            steps = spectral.COLD_STEPS if cold else spectral.WARM_STEPS
-            warm_only = all(quantity == "weight" for _, quantity, _ in problems)
-            steps = steps if warm_only else spectral.COLD_STEPS
+            warm = all(key in self._starts for key in problems)
+            steps = spectral.WARM_STEPS if warm else spectral.COLD_STEPS
 
             def total(t: Tensor) -> Tensor:
                 nonlocal count
@@ -303,7 +296,7 @@ class Collector:
             piece=piece,
             place=place,
             rows=(rows, shape.rows) if both else None,
-            start=spectral.random_start(size, self._seeds, self.device) if start is None else start,
+            start=_cold(size, self._seeds, self.device) if start is None else start,
             squares=squares,
         )
 
@@ -320,6 +313,10 @@ class Collector:
         buffers.view((number, quantity, "sigma_upper"))[b] = found.upper
         buffers.view((number, quantity, "sigma_ranks"))[b] = 1.0
         self._starts[(number, quantity, b)] = problem.next_start(self._seeds)
+
+
+def _cold(size: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    return spectral.random_start(size, min(spectral.BLOCK, size), generator, device)
 
 
 def _cut_sides(planned: Planned) -> tuple[bool, bool]:

@@ -312,11 +312,8 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
     "norms": (*(column(q, n) for q in QUANTITIES for n in _BASIC), "update_weight_ratio"),
     "full": tuple(column(q, m.name) for q in QUANTITIES for m in METRICS if q in m.quantities),
 }
-"""Named choices of columns: ``norms`` needs no iteration; ``basic`` adds operator norms of weights, and of updates
-where a rank has the whole matrix, so that no flush needs more than 4 iterations once warm; ``full`` has everything."""
-
-_FREE: Mapping[str, frozenset[str]] = {"basic": frozenset({"update"})}
-"""Quantities whose σ₁ a preset takes only where it costs no collective."""
+"""Named choices of columns: ``norms`` needs no iteration; ``basic`` adds operator norms of weights and updates;
+``full`` has everything."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,12 +323,10 @@ class Choice:
     Args:
         columns: (column, quantity, metric).
         partials: By quantity, in the order of ``PARTIALS``.
-        iterated: Quantities whose σ₁ is found by iterating over ranks where no rank has a whole matrix.
     """
 
     columns: tuple[tuple[str, str, Metric], ...]
     partials: Mapping[str, tuple[str, ...]]
-    iterated: frozenset[str]
 
     def units(self) -> dict[str, str]:
         """Unit of every column."""
@@ -346,7 +341,6 @@ def choose(metrics: str | Sequence[str] = "basic") -> Choice:
     """
     known = {column(q, m.name): (q, m) for q in QUANTITIES for m in METRICS if q in m.quantities}
     wanted: set[str] = set()
-    iterated: set[str] = set()
     for name in [metrics] if isinstance(metrics, str) else metrics:
         if name in PRESETS:
             found = list(PRESETS[name])
@@ -358,7 +352,6 @@ def choose(metrics: str | Sequence[str] = "basic") -> Choice:
                 f"{', '.join(m.name for m in METRICS)} and the columns {', '.join(known)}"
             )
         wanted.update(found)
-        iterated.update({known[c][0] for c in found} - _FREE.get(name, frozenset()))
     columns = tuple((c, q, m) for c, (q, m) in known.items() if c in wanted)
     needed: dict[str, set[str]] = {}
     for _, quantity, metric in columns:
@@ -366,7 +359,7 @@ def choose(metrics: str | Sequence[str] = "basic") -> Choice:
         for other, partial in metric.also:
             needed.setdefault(other, {"pieces"}).add(partial)
     partials = {q: tuple(p for p in PARTIALS if p in needed[q]) for q in QUANTITIES if q in needed}
-    return Choice(columns=columns, partials=partials, iterated=frozenset(iterated))
+    return Choice(columns=columns, partials=partials)
 
 
 def selection_shape(shape: MatrixShape, dim: int) -> MatrixShape:
