@@ -10,6 +10,7 @@ schedule.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,21 +69,7 @@ class ScalarLog:
         Raises:
             TypeError: For a value that is not a number or a tensor of one number.
         """
-        checked: list[tuple[int, str, Number]] = []
-        for name, value in values.items():
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
-            if isinstance(value, Tensor):
-                if value.numel() != 1 or value.is_complex():
-                    raise TypeError(
-                        f"scalar {name!r} must be one real number, got a tensor of shape {tuple(value.shape)}"
-                    )
-                # A copy: the caller may go on to change the tensor in place, and its graph must not be kept alive.
-                value = value.detach().reshape(()).to(torch.float64, copy=True)
-            elif isinstance(value, bool) or not hasattr(value, "__float__"):
-                raise TypeError(f"scalar {name!r} must be a number or a tensor of one number, got {value!r}")
-            checked.append((step, name, value if isinstance(value, Tensor) else float(value)))
-        self._pending += checked
+        self._pending += [(step, name, _number(name, value)) for name, value in values.items()]
 
     def open(self, end: int, *, agreed: bool = False) -> Window:
         """The window of a flush that takes every step before ``end``; agrees on names when some rank has new ones.
@@ -128,6 +115,22 @@ class ScalarLog:
     def close(self, merged: HostBuffers) -> None:
         """Keep the merged buffers: the next flush looks at their flag."""
         self._merged = merged
+
+
+def _number(name: str, value: Any) -> Tensor | float:
+    """A value to keep: a float, or a float64 scalar on its device."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise TypeError(f"scalar {name!r} must be one real number, got a tensor of shape {tuple(value.shape)}")
+        # A copy: the caller may go on to change the tensor in place, and its graph must not be kept alive.
+        return value.detach().reshape(()).to(torch.float64, copy=True)
+    if getattr(value, "size", None) == 1:  # a numpy array of one number
+        value = value.item()
+    if isinstance(value, bool) or not hasattr(value, "__float__") or hasattr(value, "__len__"):
+        raise TypeError(f"scalar {name!r} must be a number or a tensor of one number, got {value!r}")
+    return float(value)
 
 
 def _stack(values: list[Number], device: torch.device) -> Tensor:
