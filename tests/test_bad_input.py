@@ -1,0 +1,148 @@
+"""Input that is wrong is refused at construction: what, got what, allowed what, what to do."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from scion_telemetry import Tracker, at, every, log_spaced
+from scion_telemetry.optim import Dion2, Scion, group_params
+from scion_telemetry.sinks import CsvSink, MemorySink
+from scion_telemetry.testing import run_threads
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3, bias=False))
+
+
+def tracker(model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> Tracker:
+    model = linear() if model is None else model
+    return Tracker(model, torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer, **options)
+
+
+def two_devices() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False, device="meta"))
+
+
+def complex_model() -> nn.Module:
+    return nn.ParameterDict({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
+
+
+CASES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
+    # what makes it, the error, and what the message must hold
+    "unknown metric": (
+        lambda: tracker(metrics="weight_rmss"),
+        ValueError,
+        ["unknown metric 'weight_rmss'", "basic", "weight_rms", "rms_to_inf"],
+    ),
+    "unknown metric in a list": (lambda: tracker(metrics=["rms", "gini"]), ValueError, ["unknown metric 'gini'"]),
+    "fraction 0": (lambda: Dion2(linear().parameters(), fraction=0), ValueError, ["fraction", "(0, 1]", "got 0"]),
+    "fraction 1.5": (lambda: Dion2(linear().parameters(), fraction=1.5), ValueError, ["fraction", "(0, 1]", "1.5"]),
+    "fraction a": (
+        lambda: Dion2(linear().parameters(), fraction="a"),  # type: ignore[arg-type]
+        ValueError,
+        ["fraction", "(0, 1]", "'a'"],
+    ),
+    "every 0": (lambda: every(0), ValueError, ["every(n)", ">= 1", "got 0"]),
+    "every half": (lambda: every(0.5), ValueError, ["whole numbers", "0.5"]),  # type: ignore[arg-type]
+    "at nothing": (at, ValueError, ["at()", "at least one step", "at(1, 10, 100)"]),
+    "at 0": (lambda: at(1, 0), ValueError, ["at(...)", "got 0"]),
+    "log_spaced 0": (lambda: log_spaced(0), ValueError, ["log_spaced", "got 0"]),
+    "schedule that is a number": (
+        lambda: tracker(schedule=10),
+        TypeError,
+        ["schedule must be a function", "every(10)", "got 10"],
+    ),
+    "two devices": (
+        lambda: tracker(two_devices()),
+        ValueError,
+        ["on one device", "cpu, meta", "move the model to one device"],
+    ),
+    "two devices, our optimizer": (
+        lambda: Dion2(group_params(two_devices())),
+        ValueError,
+        ["['cpu', 'meta']", "move the model to one first"],
+    ),
+    "no storage": (
+        lambda: tracker(nn.Linear(2, 2, device="meta")),
+        ValueError,
+        ["got meta", "to_empty"],
+    ),
+    "complex parameter": (lambda: tracker(complex_model()), ValueError, ["'w'", "complex64", "only dense real"]),
+    "no optimizer": (
+        lambda: tracker(optimizer="adam"),
+        TypeError,
+        ["torch.optim.Optimizer", "got str", "inside a wrapper"],
+    ),
+    "a model as the optimizer": (lambda: tracker(optimizer=linear()), TypeError, ["got Sequential"]),
+    "another model": (
+        lambda: tracker(linear(), torch.optim.SGD(linear().parameters(), lr=0.1)),
+        ValueError,
+        ["1 parameters that the model does not have", "(3, 4)", "pass the model that the optimizer was made for"],
+    ),
+    "a sink that is none": (
+        lambda: tracker(sinks=["runs/a"]),
+        TypeError,
+        ["open(run), write(batch) and close()", "'runs/a'"],
+    ),
+    "start_step below 0": (lambda: tracker(start_step=-1), ValueError, ["start_step", ">= 0", "got -1"]),
+    "start_step True": (lambda: tracker(start_step=True), ValueError, ["start_step", "got True"]),
+    "a vector for Dion2": (
+        lambda: Dion2(nn.ParameterDict({"b": nn.Parameter(torch.ones(3))}).named_parameters()),
+        ValueError,
+        ["'b'", "(3,)", "adamw"],
+    ),
+    "unknown norm": (lambda: Scion(linear().parameters(), norm="Spektral"), ValueError, ["'Spektral'", "RowNorm"]),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "parts"), CASES.values(), ids=CASES)
+def test_refused_at_construction(make: Callable[[], object], error: type[Exception], parts: list[str]) -> None:
+    with pytest.raises(error) as found:
+        make()
+    for part in parts:
+        assert part in str(found.value), part
+
+
+def test_a_directory_that_holds_another_run(tmp_path: Path) -> None:
+    with tracker(sinks=[CsvSink(tmp_path / "run")]):
+        pass
+    kept = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    other = MemorySink()
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "run"))) as found:
+        tracker(sinks=[other, CsvSink(tmp_path / "run")])
+    assert "resume" in str(found.value)
+    assert other.closed
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == kept
+
+
+def test_a_placement_that_the_optimizers_do_not_step() -> None:
+    def run(rank: int, world: int) -> str:
+        mesh = init_device_mesh("cpu", (world,))
+        model = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)]))})
+        with pytest.raises(ValueError, match="'w'") as found:
+            Dion2(model.named_parameters())
+        return str(found.value)
+
+    for message in run_threads(run, 2, timeout=20):
+        assert "Shard(1) x2" in message
+        assert "supported are" in message
+        assert "fully_shard" in message
+
+
+def test_what_was_refused_leaves_nothing_behind() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="unknown metric"):
+        tracker(model, optimizer, metrics="no such")
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    with tracker(model, optimizer) as good:
+        optimizer.step()
+    assert good.step == 1
