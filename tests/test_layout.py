@@ -16,7 +16,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from scion_telemetry.optim import Dion2, Layout, Scion
-from scion_telemetry.optim.layout import index_tensor, length, local, require_supported, row_counts, take_piece
+from scion_telemetry.optim.layout import (
+    index_tensor,
+    length,
+    local,
+    require_supported,
+    row_counts,
+    row_group,
+    take_piece,
+)
 from scion_telemetry.testing import run_threads
 
 MESHES = [(2,), (4,), (8,), (2, 2), (4, 2), (2, 4), (2, 2, 2)]
@@ -127,6 +135,17 @@ def test_row_counts_are_the_rows_of_every_rank(world: int) -> None:
     for i in range(5):
         actual = [rows for _, rows in (r[i] for r in results)]
         assert all(r[i][0] == actual for r in results)
+
+
+def test_mesh_dimensions_of_one_rank_cut_nothing() -> None:
+    def rank_function(rank: int, world: int) -> tuple[list[int], frozenset[int], int | None]:
+        mesh = init_device_mesh("cpu", (1, world, 1))
+        placements = [Shard(0), Shard(0), Shard(1)]
+        layout = Layout.of(distribute_tensor(torch.zeros(5, 2), mesh, placements, src_data_rank=None))
+        found = row_group(layout)
+        return row_counts(layout), layout.sharded_dims, found and found[1]
+
+    assert run_threads(rank_function, 2) == [([3, 2], frozenset({0}), 0), ([3, 2], frozenset({0}), 1)]
 
 
 def test_a_plain_tensor_is_whole() -> None:

@@ -190,3 +190,13 @@ def test_a_checkpoint_that_lacks_an_option_loads_with_its_default(make: Make) ->
     other.step()
     optimizer.step()
     assert_same(other.param_groups[0]["params"][0], param)
+
+
+@both
+def test_loading_keeps_observers(make: Make) -> None:
+    optimizer: Any = make([one_param()])
+    seen: list[str] = []
+    optimizer.register_step_observer(lambda event: seen.append(event.algorithm))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert len(seen) == 1

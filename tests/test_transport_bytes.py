@@ -135,3 +135,15 @@ def test_bytes_of_a_large_model_fall_with_the_ranks(calls: Calls, world: int, fr
     to_owners = count * k * shape[1]
     to_owned = owned * world * k * shape[1]
     assert [c[1:] for c in calls] == [(to_owners, to_owned), (to_owned, to_owners)]
+
+
+def test_replicas_go_on_sharing_the_work_after_loading(calls: Calls) -> None:
+    def rank_function(rank: int, world: int) -> None:
+        param = nn.Parameter(torch.ones(6, 4))
+        param.grad = torch.ones(6, 4)
+        optimizer = Dion2([param], dist.group.WORLD)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+
+    run_threads(rank_function, 2)
+    assert len(calls) == 2
