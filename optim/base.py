@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .events import Observer, ParamFacts, StepEvent
-from .layout import Layout, local, require_supported, row_group
-from .transport import Exchange, Replicated, RowSharded, Whole, assign_owners, pipeline, require_agreement
+from .grid import Dims, Grid, require_supported, shared_coordinates
+from .layout import Layout, local
+from .transport import Exchange, assign_owners, pipeline, require_agreement
 
 Notify = Callable[[StepEvent], None]
 Check = tuple[Callable[[Any], bool], str]
@@ -68,7 +69,10 @@ class Algorithm(Protocol):
     def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """Refuse a parameter it cannot step (ValueError); else its state, complete before the first step."""
 
-    def facts(self, param: Tensor, layout: Layout, options: Mapping[str, Any]) -> ParamFacts:
+    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims | None:
+        """Where the rows and columns of its matrices are; None for a rule that steps entries one by one."""
+
+    def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """What events will show of the parameter."""
 
     def step(self, work: Work) -> Iterator[None]:
@@ -97,7 +101,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._algorithms = {a.name: a for a in algorithms}
         self._process_group = process_group
         self._observers: OrderedDict[int, Observer] = OrderedDict()
-        self._layouts: dict[Tensor, Layout] = {}
+        self._grids: dict[Tensor, Grid] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._owners: dict[Tensor, int] = {}
         self._loads: dict[tuple[int, ...], list[float]] = {}
         super().__init__(params, defaults)
@@ -146,7 +151,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         devices = {p.device.type for g in self.param_groups for p in g["params"]}
         if len(devices) > 1:
             raise ValueError(f"parameters are on several device types {sorted(devices)}; move the model to one first")
-        layouts, states = [], []
+        grids, states = [], []
         for param, name in zip(params, names, strict=True):
             if not param.dtype.is_floating_point or param.layout != torch.strided:
                 raise ValueError(
@@ -156,21 +161,22 @@ class SpectralOptimizer(torch.optim.Optimizer):
             try:
                 layout = Layout.of(param)
                 states.append(algorithm.prepare(param, group))
+                dims = algorithm.dims(param, group)
             except ValueError as error:
                 raise ValueError(f"parameter {name!r}: {error}") from error
-            require_supported(layout, name)
-            layouts.append(layout)
-        sharing = [self._sharing_group(layout) for layout in layouts]
-        require_agreement([(g, n, x.shape) for g, n, x in zip(sharing, names, layouts, strict=True) if g is not None])
-        for param, layout, state in zip(params, layouts, states, strict=True):
-            self._layouts[param] = layout
+            if dims is not None:
+                require_supported(layout, dims, name)
+            grids.append(self._grid(layout, dims))
+        require_agreement([(g.group, n, g.layouts[0].shape) for g, n in zip(grids, names, strict=True) if g.group])
+        for param, grid, state in zip(params, grids, states, strict=True):
+            self._grids[param] = grid
             self.state[param].update(state)
         self._assign(params)
 
     def _assign(self, params: Sequence[Tensor]) -> None:
         by_group: dict[tuple[int, ...], list[Tensor]] = {}
         for param in params:
-            if (group := self._sharing_group(self._layouts[param])) is not None:
+            if (group := self._grids[param].group) is not None:
                 by_group.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(param)
         for ranks, members in by_group.items():
             loads = self._loads.setdefault(ranks, [0.0] * len(ranks))
@@ -178,18 +184,32 @@ class SpectralOptimizer(torch.optim.Optimizer):
             costs = [float(p.numel()) * min(p.shape[-2:], default=1) for p in members]
             self._owners.update(zip(members, assign_owners(costs, loads), strict=True))
 
-    def _sharing_group(self, layout: Layout) -> dist.ProcessGroup | None:
-        sharded = row_group(layout)
-        return sharded[0] if sharded else self._process_group
+    def _grid(self, layout: Layout, dims: Dims | None) -> Grid:
+        """The ranks that share a parameter; an elementwise rule shares nothing."""
+        alone = Grid(group=None, layouts=(layout,), dims=dims or Dims(rows=0, columns=None))
+        if dims is None:
+            return alone
+        if layout.mesh is None:
+            group = self._process_group
+            return alone if group is None else replace(alone, group=group, layouts=(layout,) * group.size())
+        ranks = {int(layout.mesh.mesh[tuple(c)]): c for c in shared_coordinates(layout, dims)}
+        if len(ranks) == 1:
+            return alone
+        group = self._group(layout, sorted(ranks))
+        return replace(alone, group=group, layouts=tuple(layout.at(ranks[r]) for r in sorted(ranks)))
 
-    def _exchange(self, params: Sequence[Tensor], layout: Layout) -> Exchange:
-        group = self._sharing_group(layout)
-        if group is None or group.size() == 1:
-            return Whole()
-        owners = tuple(self._owners[p] for p in params)
-        if layout.sharded_dims:
-            return RowSharded(group=group, owners=owners)
-        return Replicated(group=group, owners=owners)
+    def _group(self, layout: Layout, ranks: list[int]) -> dist.ProcessGroup:
+        """A process group of exactly these ranks: the mesh's own where it has one."""
+        assert layout.mesh is not None
+        for i in range(layout.mesh.ndim):
+            found = layout.mesh.get_group(i)
+            if dist.get_process_group_ranks(found) == ranks:
+                return found
+        if tuple(ranks) not in self._groups:
+            made = dist.new_group(ranks, use_local_synchronization=True)
+            assert made is not None
+            self._groups[tuple(ranks)] = made
+        return self._groups[tuple(ranks)]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -222,19 +242,21 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None and param.numel():
                     alike.setdefault(
-                        (tuple(param.shape), param.dtype, param.grad.dtype, self._layouts[param]), []
+                        (tuple(param.shape), param.dtype, param.grad.dtype, self._grids[param].layouts), []
                     ).append(param)
             for params in alike.values():
-                layout = self._layouts[params[0]]
+                grid = self._grids[params[0]]
+                owners = () if grid.group is None else tuple(self._owners[p] for p in params)
+                layout = grid.layouts[grid.rank]
                 yield algorithm.step(
                     Work(
                         params=tuple(params),
                         weights=tuple(local(p) for p in params),
-                        grads=tuple(_local_grad(p, self._layouts[p]) for p in params),
+                        grads=tuple(_local_grad(p, layout) for p in params),
                         states=tuple(self.state[p] for p in params),
                         options=group,
                         layout=layout,
-                        exchange=self._exchange(params, layout),
+                        exchange=Exchange(grid=grid, owners=owners),
                         notify=notify,
                     )
                 )
@@ -254,7 +276,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if any(param is p for p in group["params"]):
                 algorithm = self._algorithm(group)
-                return replace(algorithm.facts(param, self._layouts[param], group), options=tuple(algorithm.defaults))
+                return replace(algorithm.facts(param, self._grids[param], group), options=tuple(algorithm.defaults))
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -269,9 +291,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_observers"):
             self._process_group = None
             self._observers = OrderedDict()
-            self._layouts, self._owners, self._loads = {}, {}, {}
+            self._grids, self._groups, self._owners, self._loads = {}, {}, {}, {}
             for group in self.param_groups:
-                self._layouts.update((p, Layout.of(p)) for p in group["params"])
+                algorithm = self._algorithm(group)
+                self._grids.update((p, self._grid(Layout.of(p), algorithm.dims(p, group))) for p in group["params"])
                 self._assign(group["params"])
 
 

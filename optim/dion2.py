@@ -1,7 +1,7 @@
 """Dion2: orthonormalise only the rows or columns of the momentum that are largest in L1 norm (arXiv 2512.16928)."""
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .base import NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, SpectralOptimizer, Work, add_all_, scale_all_
 from .events import ParamFacts, Selection, StepEvent
-from .layout import Layout, row_counts
+from .grid import Dims, Grid
+from .layout import Layout
 from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer
 from .scalar import AdamWAlgorithm, LionAlgorithm
 from .scion import ScionAlgorithm
 from .selection import l1_scores, put_, selected_count, selection_dim, take, top_k
-from .transport import RowSharded
 
 _ADJUST = ("spectral_norm", "rms_norm", None)
 
@@ -33,6 +33,7 @@ class Dion2Algorithm:
         "epsilon": 1e-8,
         "adjust_lr": "spectral_norm",
         "selection_scope": "local",
+        "select_dim": "auto",
         "newton_schulz_func": "polar_express",
     }
     checks: Mapping[str, Check] = {
@@ -43,6 +44,7 @@ class Dion2Algorithm:
         "epsilon": POSITIVE,
         "adjust_lr": (lambda v: v in _ADJUST, "'spectral_norm', 'rms_norm' or None"),
         "selection_scope": (lambda v: v in ("local", "global"), "'local' or 'global'"),
+        "select_dim": (lambda v: v in ("auto", "rows", "cols"), "'auto', 'rows' or 'cols'"),
     }
 
     def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -53,17 +55,23 @@ class Dion2Algorithm:
                 "group algorithm='adamw', 'lion' or 'scion' (group_params does)"
             )
         layout = Layout.of(param)
-        if param.ndim == 3 and layout.sharded_dims:
+        dim = _select_dim(layout, options["select_dim"])
+        if param.ndim == 3 and options["selection_scope"] == "global" and param.ndim + dim in layout.sharded_dims:
             raise ValueError(
-                f"Dion2 does not step a stack of matrices in the layout ({layout.describe()}), got shape "
-                f"{layout.shape}; keep it whole on every rank, or give its group algorithm='scion' or 'adamw'"
+                f"a stack of matrices in the layout ({layout.describe()}) would have another number of selected slices "
+                "for every matrix on every rank; give its group selection_scope='local'"
             )
         make_orthogonalizer(options["newton_schulz_func"])
         return {"momentum": torch.zeros_like(param)}
 
-    def facts(self, param: Tensor, layout: Layout, options: Mapping[str, Any]) -> ParamFacts:
+    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims:
+        """A matrix or a stack of them."""
+        return Dims.of(param.ndim, stacked=param.ndim == 3)
+
+    def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """Shows every update and selection; an owner assembles every direction."""
-        return ParamFacts(algorithm=self.name, shows_update=True, select_dim=_dim(layout), owner_shows=param.ndim == 2)
+        dim = _select_dim(grid.layouts[grid.rank], options["select_dim"])
+        return ParamFacts(algorithm=self.name, shows_update=True, select_dim=dim, owner_shows=param.ndim == 2)
 
     def step(self, work: Work) -> Iterator[None]:
         """M <- M + G;  K = top-k by L1;  U = orth(M[K]);  M[K] <- ef M[K];  W <- (1 - lr wd) W;  W[K] -= lr_adj U."""
@@ -73,16 +81,16 @@ class Dion2Algorithm:
             raise ValueError(f"fraction must be {text}, got {options['fraction']!r}")
         momenta = work.buffers("momentum")
         add_all_(momenta, [g.to(m.dtype) for g, m in zip(work.grads, momenta, strict=True)])
-        dim = _dim(work.layout)
-        scores = [l1_scores(m, dim) for m in momenta]
-        indices, counts = yield from _select(work, scores)
+        dim = _select_dim(work.layout, options["select_dim"])
+        scores, indices, counts = yield from _select(work, momenta, dim)
+        along = len(work.layout.shape) + dim
         func = make_orthogonalizer(options["newton_schulz_func"])
         picked = [take(m, i, dim).to(input_dtype(func)) for m, i in zip(momenta, indices, strict=True)]
         for m, i in zip(momenta, indices, strict=True):
             put_(m, i, dim, take(m, i, dim) * options["ef_decay"])
-        whole = yield from work.exchange.gather(picked, counts)
+        whole = yield from work.exchange.gather(picked, along, counts)
         owned = _orthogonalize(func, whole, float(options["epsilon"]), picked[0].dtype)
-        directions = yield from work.exchange.scatter(owned, counts, picked[0])
+        directions = yield from work.exchange.scatter(owned, picked, along, counts)
         lr = float(options["lr"])
         scale = -lr * lr_factor(options["adjust_lr"], *work.layout.shape[-2:])
         if work.notify is not None:
@@ -108,8 +116,8 @@ class Dion2(SpectralOptimizer):
 
         M <- M + G,   U = orth(M[K]),   M[K] <- ef_decay M[K],   W <- (1 - lr wd) W,   W[K] <- W[K] - lr_adj U
 
-    K are the k = max(1, ⌈fraction n⌉) rows or columns of M with the largest L1 norm: the dimension that is sharded, or
-    else the shorter one. Argument names and defaults are those of microsoft/dion.
+    K are the k = max(1, ⌈fraction n⌉) rows or columns of M with the largest L1 norm. Argument names and
+    defaults are those of microsoft/dion.
 
     Args:
         params: Parameters, named parameters or groups (see ``group_params``). A group's ``algorithm`` is dion2, adamw,
@@ -125,6 +133,8 @@ class Dion2(SpectralOptimizer):
         adjust_lr: ``spectral_norm``: lr √(d_out/d_in); ``rms_norm``: 0.2 lr √max(d_out, d_in); None: lr.
         newton_schulz_func: Name in ``orthogonalize.NAMES`` or ``func(input, epsilon)``.
         selection_scope: ``local``: every shard selects from its own rows; ``global``: from the whole matrix.
+        select_dim: ``rows`` or ``cols``, the same under every layout (with the global scope so is the trajectory);
+            ``auto``: the sharded dimension or else the shorter one, rows on a tie, as microsoft/dion has it.
         momentum: Of Scion groups: one minus β, in (0, 1].
 
     Raises:
@@ -147,6 +157,7 @@ class Dion2(SpectralOptimizer):
         newton_schulz_func: str | NewtonSchulzFunc = "polar_express",
         selection_scope: str = "local",
         *,
+        select_dim: str = "auto",
         momentum: float = 0.05,
     ) -> None:
         defaults = {
@@ -160,6 +171,7 @@ class Dion2(SpectralOptimizer):
             "adjust_lr": adjust_lr,
             "newton_schulz_func": newton_schulz_func,
             "selection_scope": selection_scope,
+            "select_dim": select_dim,
             "momentum": momentum,
         }
         if isinstance(distributed_mesh, DeviceMesh):
@@ -179,34 +191,50 @@ def lr_factor(adjust_lr: str | None, d_out: int, d_in: int) -> float:
     return 0.2 * math.sqrt(max(d_out, d_in)) if adjust_lr == "rms_norm" else 1.0
 
 
-def _dim(layout: Layout) -> int:
+def _select_dim(layout: Layout, choice: str) -> int:
+    if choice != "auto":
+        return -2 if choice == "rows" else -1
     rows, columns = layout.shape[-2:]
-    return selection_dim(rows, columns, rows_sharded=0 in layout.sharded_dims)
+    ndim = len(layout.shape)
+    return selection_dim(
+        rows, columns, rows_cut=ndim - 2 in layout.sharded_dims, columns_cut=ndim - 1 in layout.sharded_dims
+    )
 
 
-def _select(work: Work, scores: list[Tensor]) -> Generator[None, None, tuple[list[Tensor], list[list[int]]]]:
-    """Local indices of the selected slices of every matrix, and how many of them each rank has."""
-    fraction = work.options["fraction"]
-    rows = row_counts(work.layout)
-    if isinstance(work.exchange, RowSharded) and work.options["selection_scope"] == "global":
-        start = sum(rows[: work.exchange.group.rank()])
-        stop = start + rows[work.exchange.group.rank()]
-        total = work.layout.shape[-2]
-        table = yield from work.exchange.assemble_vectors(scores, start, total)
-        chosen = top_k(table, selected_count(fraction, total))
-        indices = [c[(c >= start) & (c < stop)] - start for c in chosen]
-        edges = torch.tensor(rows).cumsum(0).to(chosen.device)
-        owner = torch.bucketize(chosen, edges, right=True)
-        counts = [row.bincount(minlength=len(rows)).tolist() for row in owner]
-        return indices, counts
-    if isinstance(work.exchange, RowSharded):
-        # k comes from the largest shard, so that every rank agrees on it (microsoft/dion).
-        k = selected_count(fraction, max(rows))
-        counts = [[min(k, r) for r in rows]] * len(scores)
-    else:
-        k = selected_count(fraction, scores[0].size(-1))
-        counts = [[work.layout.shape[0]]] * len(scores)
-    return [top_k(s, k) for s in scores], counts
+def _select(
+    work: Work, momenta: Sequence[Tensor], dim: int
+) -> Generator[None, None, tuple[list[Tensor], list[Tensor], list[list[int]]]]:
+    """Scores of this rank's slices, indices of the selected ones, and how many every block has, for every matrix."""
+    grid, fraction = work.exchange.grid, work.options["fraction"]
+    along, other = len(work.layout.shape) + dim, len(work.layout.shape) - 3 - dim
+    everywhere = work.options["selection_scope"] == "global" or not grid.cut(along)
+    scores = [l1_scores(m, dim) for m in momenta]
+    table: Tensor | None = None
+    if grid.cut(other) or (everywhere and grid.cut(along)):
+        table = yield from work.exchange.add_up(scores, along)
+        scores = list(table.index_select(-1, grid.index(along, table.device)))
+    sizes = grid.sizes(along)
+    if everywhere and grid.cut(along):
+        assert table is not None
+        chosen = top_k(table, selected_count(fraction, table.size(-1)))
+        marked = torch.zeros_like(table, dtype=torch.bool).scatter_(-1, chosen, True)
+        indices = [m[grid.index(along, m.device)].nonzero().flatten() for m in marked]
+        return scores, indices, _counts(grid, along, marked)
+    # k comes from the largest shard, so that every rank agrees on it (microsoft/dion).
+    k = selected_count(fraction, max(sizes))
+    return scores, [top_k(s, k) for s in scores], [[min(k, size) for size in sizes]] * len(scores)
+
+
+def _counts(grid: Grid, along: int, marked: Tensor) -> list[list[int]]:
+    """How many marked slices every block along a dimension has; ``marked`` is ``[N, n]``."""
+    block = torch.empty(marked.size(-1), dtype=torch.int64, device=marked.device)
+    for layout, number in zip(grid.layouts, grid.numbers(along), strict=True):
+        for start, stop in layout.runs(along):
+            block[start:stop] = number
+    counts = torch.zeros(marked.size(0), grid.blocks_along(along), dtype=torch.int64, device=marked.device)
+    counts.index_add_(1, block, marked.long())
+    found: list[list[int]] = counts.tolist()
+    return found
 
 
 def _orthogonalize(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -125,42 +124,6 @@ def take_piece(full: Tensor, layout: Layout) -> Tensor:
     for dim in layout.sharded_dims:
         piece = piece.index_select(dim, index_tensor(layout.runs(dim), device=full.device))
     return piece
-
-
-def row_group(layout: Layout) -> tuple[dist.ProcessGroup, int] | None:
-    """The process group that dimension 0 is cut over, and this rank's place in it; None where it is not cut."""
-    for i, axis in enumerate(layout.axes):
-        if axis.dim == 0 and axis.size > 1:
-            assert layout.mesh is not None
-            return layout.mesh.get_group(i), axis.coordinate
-    return None
-
-
-def row_counts(layout: Layout) -> list[int]:
-    """Rows (indices of dimension 0) that each rank along the sharded axis holds; one entry where nothing is sharded."""
-    here = [a.coordinate for a in layout.axes]
-    for i, axis in enumerate(layout.axes):
-        if axis.dim == 0 and axis.size > 1:
-            return [length(layout.at([*here[:i], c, *here[i + 1 :]]).runs(0)) for c in range(axis.size)]
-    return [layout.shape[0] if layout.shape else 1]
-
-
-def require_supported(layout: Layout, name: str) -> None:
-    """Refuse the layouts that the optimizers cannot step.
-
-    Supported are plain tensors and DTensors that are replicated or cut along dimension 0 over one mesh dimension, with
-    even, uneven and empty pieces; further mesh dimensions may replicate.
-
-    Raises:
-        ValueError: By the name of the parameter.
-    """
-    cuts = [a for a in layout.axes if a.dim is not None and a.size > 1]
-    if len(cuts) > 1 or any(a.dim != 0 or a.split_factor != 1 for a in cuts):
-        raise ValueError(
-            f"parameter {name!r} of shape {layout.shape} has the layout ({layout.describe()}), which the optimizers do "
-            "not step; supported are replicated parameters and matrices, vectors and convolutions cut along "
-            "dimension 0 over one mesh dimension (FSDP2's fully_shard, HSDP)"
-        )
 
 
 def _axis(placement: object, size: int, coordinate: int, ndim: int) -> Axis:

@@ -5,7 +5,7 @@ LIONS-EPFL/scion, whose keyword arguments these classes take; 1e-8 is added to e
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ from .orthogonalize import NewtonSchulzFunc, Orthogonalizer, input_dtype, make_o
 
 _EPS = 1e-8
 
-Extent = Literal["entry", "row", "matrix"]
+Extent = Literal["entry", "row", "column", "matrix"]
 """What must be whole on one rank for ``lmo`` to be exact there."""
 
 
@@ -28,11 +28,20 @@ class Norm(Protocol):
         """What ``lmo`` needs whole."""
 
     @property
+    def stacks(self) -> bool:
+        """Whether a 3-D parameter is a stack of matrices to it, and no convolution."""
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """Dtype in which the matrix may travel to where it is whole; None for its own."""
 
-    def lmo(self, g: Tensor) -> Tensor:
-        """Direction of unit norm that has the largest inner product with ``g``. ``g`` is not modified."""
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """Direction of unit norm that has the largest inner product with ``g``. ``g`` is not modified.
+
+        Args:
+            g: The whole, or a piece that has its ``extent`` whole.
+            shape: Shape of the whole; that of ``g`` by default.
+        """
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Fill the whole weight ``w`` with random values of unit norm, in place."""
@@ -64,6 +73,11 @@ class Spectral:
         return "matrix"
 
     @property
+    def stacks(self) -> bool:
+        """Stacks of matrices."""
+        return True
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """That of the orthogonaliser."""
         return input_dtype(self._func)
@@ -72,7 +86,7 @@ class Spectral:
         scale = math.sqrt(d_out / d_in) if self.normalized else math.sqrt(d_out)
         return max(1.0, scale) if self.max else scale
 
-    def lmo(self, g: Tensor) -> Tensor:
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[..., d_out, d_in]`` to the same shape, in the orthogonaliser's dtype."""
         return _apply(self._func, g) * self._scale(g.size(-2), g.size(-1))
 
@@ -106,11 +120,16 @@ class SpectralConv:
         return "matrix"
 
     @property
+    def stacks(self) -> bool:
+        """A convolution."""
+        return False
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """That of the orthogonaliser."""
         return input_dtype(self._func)
 
-    def lmo(self, g: Tensor) -> Tensor:
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[out, in, *kernel]`` to the same shape, in the orthogonaliser's dtype."""
         flat = _apply(self._func, g.reshape(g.size(0), -1))
         return flat.view(g.shape) * (math.sqrt(g.size(0) / g.size(1)) / math.prod(g.shape[2:]))
@@ -137,17 +156,23 @@ class ColNorm:
 
     @property
     def extent(self) -> Extent:
-        """Rows when transposed and no count of all columns is needed, else the whole matrix."""
-        return "row" if self.transpose and not self.normalized else "matrix"
+        """Columns, or rows when transposed."""
+        return "row" if self.transpose else "column"
+
+    @property
+    def stacks(self) -> bool:
+        """Stacks of matrices."""
+        return True
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Its own."""
         return None
 
-    def lmo(self, g: Tensor) -> Tensor:
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[d_out, d_in]`` to the same shape."""
-        dim, count = (-1, g.size(-2)) if self.transpose else (-2, g.size(-1))
+        whole = shape or g.shape
+        dim, count = (-1, whole[-2]) if self.transpose else (-2, whole[-1])
         size = _l2(g, dim) / math.sqrt(g.size(dim))
         return g / ((size * count if self.normalized else size) + _EPS)
 
@@ -170,15 +195,20 @@ class RowNorm:
 
     @property
     def extent(self) -> Extent:
-        """Rows, or the whole matrix when transposed."""
-        return "matrix" if self.transpose else "row"
+        """Rows, or columns when transposed."""
+        return "column" if self.transpose else "row"
+
+    @property
+    def stacks(self) -> bool:
+        """Stacks of matrices."""
+        return True
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Its own."""
         return None
 
-    def lmo(self, g: Tensor) -> Tensor:
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[d_out, d_in]`` to the same shape."""
         dim = -2 if self.transpose else -1
         size = _l2(g, dim)
@@ -199,11 +229,16 @@ class BiasRMS:
         return "matrix"
 
     @property
+    def stacks(self) -> bool:
+        """Stacks of matrices."""
+        return True
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """Its own."""
         return None
 
-    def lmo(self, g: Tensor) -> Tensor:
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """Any shape; a 0-d gradient gives its sign."""
         if g.ndim == 0:
             return g / (g.abs() + _EPS)
@@ -230,17 +265,22 @@ class Sign:
 
     @property
     def extent(self) -> Extent:
-        """Rows where their length is needed, which a piece of a cut vector does not have; else single entries."""
-        return "row" if self.normalized else "entry"
+        """Single entries."""
+        return "entry"
+
+    @property
+    def stacks(self) -> bool:
+        """Stacks of matrices."""
+        return True
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Its own."""
         return None
 
-    def lmo(self, g: Tensor) -> Tensor:
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[d_out, d_in]`` to the same shape."""
-        return torch.sign(g) / g.size(-1) if self.normalized and g.ndim else torch.sign(g)
+        return torch.sign(g) / (shape or g.shape)[-1] if self.normalized and g.ndim else torch.sign(g)
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Random signs over d_in, or zeros."""

@@ -9,7 +9,7 @@ from torch.optim.adamw import adamw
 
 from .base import BETAS, NOT_NEGATIVE, POSITIVE, Check, Work
 from .events import ParamFacts
-from .layout import Layout
+from .grid import Dims, Grid
 
 _CHECKS: Mapping[str, Check] = {
     "lr": NOT_NEGATIVE,
@@ -39,9 +39,13 @@ class AdamWAlgorithm:
         step = torch.zeros((), dtype=torch.float32, device=param.device)
         return {"momentum": torch.zeros_like(param), "variance": torch.zeros_like(param), "step": step}
 
-    def facts(self, param: Tensor, layout: Layout, options: Mapping[str, Any]) -> ParamFacts:
+    def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """Shows nothing: its update never exists as a tensor of its own."""
         return ParamFacts(algorithm=self.name)
+
+    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims | None:
+        """None: entries are stepped one by one, in any layout."""
+        return None
 
     def step(self, work: Work) -> Iterator[None]:
         """One fused AdamW step of all parameters."""
@@ -82,9 +86,13 @@ class LionAlgorithm:
         """The momentum."""
         return {"momentum": torch.zeros_like(param)}
 
-    def facts(self, param: Tensor, layout: Layout, options: Mapping[str, Any]) -> ParamFacts:
+    def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """Shows nothing."""
         return ParamFacts(algorithm=self.name)
+
+    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims | None:
+        """None: entries are stepped one by one, in any layout."""
+        return None
 
     def step(self, work: Work) -> Iterator[None]:
         """u = sign(lerp(m, g, 1-β₁));  m <- lerp(m, g, 1-β₂);  W <- (1 - lr wd) W - lr u."""

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .base import NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, SpectralOptimizer, Work, add_all_, scale_all_
 from .events import ParamFacts, StepEvent
-from .layout import Layout, local, row_counts, take_piece
-from .norms import Norm, Spectral, make_norm
+from .grid import Dims, Grid
+from .layout import Layout, local, take_piece
+from .norms import Norm, Spectral, SpectralConv, make_norm
 
 
 class ScionAlgorithm:
@@ -38,26 +39,29 @@ class ScionAlgorithm:
         _norm(options, param.ndim)
         return {} if options["momentum"] == 1 else {"momentum_buffer": torch.zeros_like(param)}
 
-    def facts(self, param: Tensor, layout: Layout, options: Mapping[str, Any]) -> ParamFacts:
+    def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """Shows every update; an owner assembles those whose norm needs the whole matrix."""
         norm = _norm(options, param.ndim)
-        whole = _must_gather(norm, layout) or not layout.sharded_dims
+        whole = _must_gather(norm, grid) or not (grid.cut(grid.dims.rows) or grid.cut(grid.dims.columns))
         return ParamFacts(algorithm=self.name, shows_update=True, owner_shows=whole and param.ndim >= 2)
+
+    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims:
+        """A stack of matrices or a convolution, as the norm has it."""
+        return Dims.of(param.ndim, stacked=param.ndim == 3 and _norm(options, param.ndim).stacks)
 
     def step(self, work: Work) -> Iterator[None]:
         """buf <- (1-m) buf + m g;  W <- (1-lr) W if constrained;  W <- W - lr · scale · lmo(buf)."""
         options = work.options
         norm = _norm(options, len(work.layout.shape))
         averages = self._average(work)
-        if _must_gather(norm, work.layout):
-            counts = [row_counts(work.layout)] * len(averages)
+        if _must_gather(norm, work.exchange.grid):
             moved = [a.to(norm.dtype) if norm.dtype else a for a in averages]
-            whole = yield from work.exchange.gather(moved, counts)
+            whole = yield from work.exchange.gather(moved)
             owned = {
                 i: u.to(moved[0].dtype)
                 for i, u in zip(whole, self._directions(norm, list(whole.values()), work), strict=True)
             }
-            directions = yield from work.exchange.scatter(owned, counts, moved[0])
+            directions = yield from work.exchange.scatter(owned, moved)
         else:
             directions = tuple(self._directions(norm, averages, work))
             owned = {} if work.layout.sharded_dims else dict(enumerate(directions))
@@ -94,7 +98,7 @@ class ScionAlgorithm:
         if isinstance(norm, Spectral) and len(matrices) > 1:
             found = list(norm.lmo(torch.stack(matrices)).unbind())
         else:
-            found = [norm.lmo(m) for m in matrices]
+            found = [norm.lmo(m, work.layout.shape) for m in matrices]
         return [u * work.options["scale"] for u in found]
 
 
@@ -157,7 +161,7 @@ class Scion(SpectralOptimizer):
         number = 0
         for group in self.param_groups:
             for param in group["params"]:
-                layout = self._layouts[param]
+                layout = Layout.of(param)
                 generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + number)
                 norm = _norm(group, param.ndim)
                 full = norm.init_(torch.empty(layout.shape, dtype=torch.float32), generator) * group["scale"]
@@ -171,7 +175,10 @@ def _norm(options: Mapping[str, Any], ndim: int) -> Norm:
     return make_norm("Spectral" if experts else options["norm"], ndim, options["norm_kwargs"])
 
 
-def _must_gather(norm: Norm, layout: Layout) -> bool:
-    """Whether a rank's piece is not enough. A vector is one row, so cutting it cuts the row."""
-    cut_vector = len(layout.shape) < 2 and bool(layout.sharded_dims)
-    return norm.extent == "matrix" or (norm.extent == "row" and cut_vector)
+def _must_gather(norm: Norm, grid: Grid) -> bool:
+    """Whether a rank's piece is not enough, or the work is worth sharing between replicas."""
+    rows, columns = grid.cut(grid.dims.rows), grid.cut(grid.dims.columns)
+    if grid.dims.columns is None:  # a vector is one row, so cutting it cuts the row
+        rows, columns = False, rows
+    need = {"entry": False, "row": columns, "column": rows, "matrix": rows or columns}[norm.extent]
+    return need or isinstance(norm, Spectral | SpectralConv)

@@ -13,12 +13,14 @@ from torch import Tensor
 Scope = Literal["local", "global"]
 
 
-def selection_dim(rows: int, columns: int, *, rows_sharded: bool) -> int:
+def selection_dim(rows: int, columns: int, *, rows_cut: bool, columns_cut: bool) -> int:
     """Dimension that is selected along: -2 (rows) or -1 (columns).
 
-    The sharded one, or else the shorter one, rows on a tie (microsoft/dion).
+    The one that is cut over ranks, or else (neither or both) the shorter one, rows on a tie (microsoft/dion).
     """
-    return -2 if rows_sharded or rows <= columns else -1
+    if rows_cut != columns_cut:
+        return -2 if rows_cut else -1
+    return -2 if rows <= columns else -1
 
 
 def selected_count(fraction: float, n: int) -> int:

@@ -5,146 +5,156 @@
 Every transfer is one ``all_to_all_single`` with split sizes for N same-shaped matrices together. Nothing is padded:
 what a rank does not have, it does not send, so bytes go on falling when ranks outnumber matrices, and an uneven or
 empty piece needs no special case. The functions are generators that yield while a transfer is in flight.
+
+An owner puts blocks together in the order of mesh coordinates. For a right-to-left sharding that is a permutation of
+the rows; every norm here commutes with it, and ``scatter`` takes the blocks apart in the same order.
 """
 
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .grid import Grid
+
 Counts = Sequence[Sequence[int]]
-"""Counts[i][r]: rows that rank r contributes to matrix i."""
-
-
-class Exchange(Protocol):
-    """How N same-shaped matrices move between the ranks that hold their pieces and the ranks that own them."""
-
-    def gather(self, pieces: Sequence[Tensor], counts: Counts) -> Generator[None, None, dict[int, Tensor]]:
-        """Whole matrices by index, on their owners: the rows of all pieces in rank order."""
-
-    def scatter(
-        self, owned: Mapping[int, Tensor], counts: Counts, like: Tensor
-    ) -> Generator[None, None, tuple[Tensor, ...]]:
-        """This rank's piece of every matrix. ``like`` has the dtype, device and trailing shape of a piece."""
+"""Counts[i][b]: slices that block b contributes to matrix i."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Whole:
-    """Every rank holds whole matrices and works for itself: nothing moves."""
-
-    def gather(self, pieces: Sequence[Tensor], counts: Counts) -> Generator[None, None, dict[int, Tensor]]:
-        """The pieces are the matrices."""
-        yield from ()
-        return dict(enumerate(pieces))
-
-    def scatter(
-        self, owned: Mapping[int, Tensor], counts: Counts, like: Tensor
-    ) -> Generator[None, None, tuple[Tensor, ...]]:
-        """The matrices are the pieces."""
-        yield from ()
-        return tuple(owned[i] for i in range(len(owned)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replicated:
-    """Every rank holds whole matrices and each works for all: results are exchanged.
+class Exchange:
+    """How N same-shaped parameters move between the ranks that hold their pieces and the ranks that own them.
 
     Args:
-        group: The replicas.
-        owners: For each matrix the rank in ``group`` that works on it.
+        grid: The blocks, and who holds them.
+        owners: For each parameter the rank in the grid's group that works on it.
     """
 
-    group: dist.ProcessGroup
+    grid: Grid
     owners: tuple[int, ...]
 
-    def gather(self, pieces: Sequence[Tensor], counts: Counts) -> Generator[None, None, dict[int, Tensor]]:
-        """The owner has the matrix already."""
-        yield from ()
-        rank = self.group.rank()
-        return {i: piece for i, piece in enumerate(pieces) if self.owners[i] == rank}
+    @property
+    def moves(self) -> bool:
+        """Whether more than one rank is concerned."""
+        return self.grid.group is not None and self.grid.group.size() > 1
+
+    def gather(
+        self, pieces: Sequence[Tensor], dim: int | None = None, counts: Counts = ()
+    ) -> Generator[None, None, dict[int, Tensor]]:
+        """Whole matrices by index, on their owners.
+
+        Args:
+            pieces: This rank's pieces.
+            dim: Dimension along which only some slices travel; None: all of them.
+            counts: How many, by matrix and block.
+        """
+        if not self.moves:
+            return dict(enumerate(pieces))
+        grid, mine = self.grid, self._owned(self.grid.rank)
+        if not (grid.cut(grid.dims.rows) or grid.cut(grid.dims.columns)):  # replicas: the owner has it already
+            return {i: pieces[i] for i in mine}
+        near = [r for r in range(len(self.grid.layouts)) if grid.replicas[r] == grid.replicas[grid.rank]]
+        sent = [pieces[i] for r in near for i in self._owned(r)]
+        leaving = [sum(pieces[i].numel() for i in self._owned(r)) if r in near else 0 for r in range(len(grid.layouts))]
+        shapes = {(i, r): self._shape(i, r, dim, counts) for i in mine for r in near}
+        arriving = [sum(math.prod(shapes[i, r]) for i in mine) if r in near else 0 for r in range(len(grid.layouts))]
+        flat = yield from self._all_to_all(sent, leaving, arriving, pieces[0])
+        parts = iter(torch.split_with_sizes(flat, [math.prod(shapes[i, r]) for r in near for i in mine]))
+        blocks = {(i, grid.blocks[r]): next(parts).view(shapes[i, r]) for r in near for i in mine}
+        return {i: self._join({block: b for (j, block), b in blocks.items() if j == i}) for i in mine}
 
     def scatter(
-        self, owned: Mapping[int, Tensor], counts: Counts, like: Tensor
+        self, owned: Mapping[int, Tensor], like: Sequence[Tensor], dim: int | None = None, counts: Counts = ()
     ) -> Generator[None, None, tuple[Tensor, ...]]:
-        """Every owner sends its results to all."""
-        rank, world = self.group.rank(), self.group.size()
-        size = like.numel()
-        mine = torch.cat([owned[i].reshape(-1) for i in _owned(self.owners, rank)] or [like.new_empty(0)])
-        arriving = [len(_owned(self.owners, r)) * size for r in range(world)]
-        flat = yield from _all_to_all(mine.repeat(world), [mine.numel()] * world, arriving, self.group)
-        results: dict[int, Tensor] = {}
-        for r, block in enumerate(torch.split_with_sizes(flat, arriving)):
-            indices = _owned(self.owners, r)
-            for i, part in zip(indices, torch.split_with_sizes(block, [size] * len(indices)), strict=True):
-                results[i] = part.view(like.shape)
-        return tuple(results[i] for i in range(len(self.owners)))
+        """This rank's piece of every matrix; ``like`` are tensors of the shapes and dtype to receive."""
+        if not self.moves:
+            return tuple(owned[i] for i in range(len(owned)))
+        grid, mine = self.grid, self._owned(self.grid.rank)
+        ranks = range(len(grid.layouts))
+        blocks = {i: self._take_apart(owned[i], i, dim, counts) for i in mine}
+        sent = [blocks[i][grid.blocks[r]] for r in ranks for i in mine]
+        leaving = [sum(blocks[i][grid.blocks[r]].numel() for i in mine) for r in ranks]
+        arriving = [sum(like[i].numel() for i in self._owned(r)) for r in ranks]
+        flat = yield from self._all_to_all(sent, leaving, arriving, like[0])
+        order = [i for r in ranks for i in self._owned(r)]
+        parts = torch.split_with_sizes(flat, [like[i].numel() for i in order])
+        pieces = {i: part.view(like[i].shape) for i, part in zip(order, parts, strict=True)}
+        return tuple(pieces[i] for i in range(len(like)))
 
+    def add_up(self, scores: Sequence[Tensor], dim: int) -> Generator[None, None, Tensor]:
+        """Scores of all slices along ``dim`` of every matrix, on every rank: one all-reduce.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowSharded:
-    """Matrices cut along dimension 0 over the ranks of ``group``.
+        Args:
+            scores: This rank's part of the scores of its own slices, ``[..., n local]`` each.
+            dim: The dimension that the slices lie along.
 
-    Args:
-        group: The shards, in the order of their rows.
-        owners: For each matrix the rank in ``group`` that assembles it.
-    """
+        Returns:
+            ``[N, ..., n]``.
+        """
+        grid = self.grid
+        total = grid.layouts[0].shape[dim]
+        table = scores[0].new_zeros(len(scores), *scores[0].shape[:-1], total)
+        if grid.replicas[grid.rank] == 0:  # every block is added once
+            table.index_copy_(-1, grid.index(dim, table.device), torch.stack(tuple(scores)))
+        if self.moves:
+            work = dist.all_reduce(table, group=grid.group, async_op=True)
+            yield
+            assert work is not None
+            work.wait()
+        return table
 
-    group: dist.ProcessGroup
-    owners: tuple[int, ...]
+    def _owned(self, rank: int) -> list[int]:
+        return [i for i, owner in enumerate(self.owners) if owner == rank]
 
-    def gather(self, pieces: Sequence[Tensor], counts: Counts) -> Generator[None, None, dict[int, Tensor]]:
-        """Send the rows of every piece to the owner of its matrix."""
-        rank, world = self.group.rank(), self.group.size()
-        trailing = pieces[0].shape[1:]
-        width = math.prod(trailing)
-        leaving = [sum(counts[i][rank] for i in _owned(self.owners, r)) * width for r in range(world)]
-        mine = _owned(self.owners, rank)
-        arriving = [sum(counts[i][s] for i in mine) * width for s in range(world)]
-        sent = torch.cat([pieces[i].reshape(-1) for r in range(world) for i in _owned(self.owners, r)])
-        flat = yield from _all_to_all(sent, leaving, arriving, self.group)
-        blocks = [
-            torch.split_with_sizes(block, [counts[i][s] * width for i in mine])
-            for s, block in enumerate(torch.split_with_sizes(flat, arriving))
-        ]
-        return {i: torch.cat([blocks[s][j] for s in range(world)]).view(-1, *trailing) for j, i in enumerate(mine)}
+    def _shape(self, i: int, rank: int, dim: int | None, counts: Counts) -> tuple[int, ...]:
+        shape = list(self.grid.layouts[rank].local_shape)
+        if dim is not None:
+            shape[dim] = counts[i][self._block(rank, dim)]
+        return tuple(shape)
 
-    def scatter(
-        self, owned: Mapping[int, Tensor], counts: Counts, like: Tensor
-    ) -> Generator[None, None, tuple[Tensor, ...]]:
-        """Send to every rank the rows that it contributed."""
-        rank, world = self.group.rank(), self.group.size()
-        trailing = like.shape[1:]
-        width = math.prod(trailing)
-        mine = _owned(self.owners, rank)
-        rows = {i: torch.split_with_sizes(owned[i], list(counts[i])) for i in mine}
-        parts = [rows[i][r].reshape(-1) for r in range(world) for i in mine]
-        leaving = [sum(counts[i][r] for i in mine) * width for r in range(world)]
-        arriving = [sum(counts[i][rank] for i in _owned(self.owners, r)) * width for r in range(world)]
-        flat = yield from _all_to_all(torch.cat(parts) if parts else like.new_empty(0), leaving, arriving, self.group)
-        results: dict[int, Tensor] = {}
-        for r, block in enumerate(torch.split_with_sizes(flat, arriving)):
-            indices = _owned(self.owners, r)
-            for i, part in zip(
-                indices, torch.split_with_sizes(block, [counts[i][rank] * width for i in indices]), strict=True
-            ):
-                results[i] = part.view(-1, *trailing) if part.numel() else part.new_empty(counts[i][rank], *trailing)
-        return tuple(results[i] for i in range(len(self.owners)))
+    def _block(self, rank: int, dim: int) -> int:
+        row, column = self.grid.blocks[rank]
+        return row if dim == self.grid.dims.rows else column
 
-    def assemble_vectors(self, vectors: Sequence[Tensor], offset: int, length: int) -> Generator[None, None, Tensor]:
-        """Concatenate one vector a matrix over the ranks: [N, length] on all of them, in one all-reduce."""
-        whole = vectors[0].new_zeros(len(vectors), length)
-        for row, vector in zip(whole, vectors, strict=True):
-            row[offset : offset + vector.numel()] = vector
-        work = dist.all_reduce(whole, group=self.group, async_op=True)
+    def _join(self, blocks: Mapping[tuple[int, int], Tensor]) -> Tensor:
+        dims = self.grid.dims
+        rows = sorted({row for row, _ in blocks})
+        columns = sorted({column for _, column in blocks})
+        if dims.columns is None or len(columns) == 1:
+            bands = [blocks[row, columns[0]] for row in rows]
+        else:
+            bands = [torch.cat([blocks[row, c] for c in columns], dim=dims.columns) for row in rows]
+        return bands[0] if len(bands) == 1 else torch.cat(bands, dim=dims.rows)
+
+    def _take_apart(self, whole: Tensor, i: int, dim: int | None, counts: Counts) -> dict[tuple[int, int], Tensor]:
+        grid, dims = self.grid, self.grid.dims
+
+        def sizes(d: int) -> list[int]:
+            return list(counts[i]) if d == dim else list(grid.sizes(d))
+
+        bands = torch.split_with_sizes(whole, sizes(dims.rows), dim=dims.rows) if whole.ndim else (whole,)
+        found: dict[tuple[int, int], Tensor] = {}
+        for row, band in enumerate(bands):
+            parts: tuple[Tensor, ...] = (band,)
+            if dims.columns is not None:
+                parts = torch.split_with_sizes(band, sizes(dims.columns), dim=dims.columns)
+            found.update({(row, column): part for column, part in enumerate(parts)})
+        return found
+
+    def _all_to_all(
+        self, sent: Sequence[Tensor], leaving: list[int], arriving: list[int], like: Tensor
+    ) -> Generator[None, None, Tensor]:
+        received = like.new_empty(sum(arriving))
+        flat = torch.cat([t.reshape(-1) for t in sent]) if sent else like.new_empty(0)
+        work = dist.all_to_all_single(received, flat, arriving, leaving, group=self.grid.group, async_op=True)
         yield
         assert work is not None
         work.wait()
-        return whole
+        return received
 
 
 def pipeline(tasks: Iterable[Iterator[None]], *, depth: int = 3) -> None:
@@ -208,18 +218,3 @@ _DONE = object()
 
 def _shown(entry: tuple[str, tuple[int, ...]] | None) -> str:
     return "nothing" if entry is None else f"{entry[0]!r} {entry[1]}"
-
-
-def _owned(owners: Sequence[int], rank: int) -> list[int]:
-    return [i for i, owner in enumerate(owners) if owner == rank]
-
-
-def _all_to_all(
-    sent: Tensor, leaving: list[int], arriving: list[int], group: dist.ProcessGroup
-) -> Generator[None, None, Tensor]:
-    received = sent.new_empty(sum(arriving))
-    work = dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True)
-    yield
-    assert work is not None
-    work.wait()
-    return received

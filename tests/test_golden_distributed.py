@@ -16,7 +16,7 @@ from scion_telemetry.testing import run_forked
 CASES = [
     c
     for c in cases("dion2_distributed.npz")
-    if c.params["optimizer"] == "dion2" and c.params["layout"] in ("shard0", "replicated")
+    if c.params["optimizer"] == "dion2" and c.params["layout"] in ("shard0", "shard1", "replicated")
 ]
 
 
@@ -25,13 +25,14 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _run(case: Case, rank: int, world: int) -> dict[str, Any]:
-    sharded = case.params["layout"] == "shard0"
+    sharded = case.params["layout"] in ("shard0", "shard1")
+    dim = int(case.params["layout"] == "shard1")
     mesh = init_device_mesh("cpu", (world,))
     groups = case.params["groups"]
     names = [n for g in groups for n in g["params"]]
 
     def place(full: Tensor) -> Tensor:
-        return distribute_tensor(full, mesh, [Shard(0)]) if sharded else full.clone()
+        return distribute_tensor(full, mesh, [Shard(min(dim, full.ndim - 1))]) if sharded else full.clone()
 
     params = {n: torch.nn.Parameter(place(case.input(f"W0/{n}"))) for n in names}
     kwargs = {k: v for k, v in case.params["defaults"].items() if k != "use_polar_express"}
@@ -46,7 +47,7 @@ def _run(case: Case, rank: int, world: int) -> dict[str, Any]:
     def observe(event: Any) -> None:
         for param, selection in zip(event.params, event.selections, strict=True):
             name = next(n for n, p in params.items() if p is param)
-            rows = -(-param.shape[0] // world) * rank if sharded else 0
+            rows = -(-param.shape[dim] // world) * rank if sharded else 0
             mine = (selection.indices + rows).tolist()
             everybody: list[Any] = [None] * world
             dist.all_gather_object(everybody, mine)
