@@ -157,12 +157,13 @@ class Tracker:
         )
 
     def _attach(self) -> list[RemovableHandle]:
+        eager: Any = torch.compiler.disable  # a compiled step must not trace, and recompile, what measures it
         handles = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
+            self._optimizer.register_step_pre_hook(eager(self._before_step)),
+            self._optimizer.register_step_post_hook(eager(self._after_step)),
         ]
         if isinstance(self._optimizer, ObservableOptimizer):
-            handles.append(self._optimizer.register_step_observer(self._on_event))
+            handles.append(self._optimizer.register_step_observer(eager(self._on_event)))
         return handles
 
     # ------------------------------------------------------------------ hooks

@@ -137,6 +137,13 @@ def test_cold_start_in_blocks(name: str) -> None:
     holds(in_pieces(w, row_cuts, [10, w.size(1) - 10]), truth(w))
 
 
+@pytest.mark.parametrize("size", [1e30, 1e-30, 1e-38, 1e-42, 1e-44])
+def test_extreme_magnitudes_in_pieces(size: float) -> None:
+    """Down to the last float32 there is: momenta of dead parameters decay to where products round to nothing."""
+    w = randn(150, 140) * size
+    holds(in_pieces(w, [50, 100], [140]), truth(w), within=0.01 if size >= 1e-38 else math.inf)
+
+
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("leaning", [1.0, 1e-3, 1e-6, 0.0])
 def test_more_steps_than_dimensions_invent_nothing(columns: int, leaning: float) -> None:

@@ -142,7 +142,7 @@ def test_kinds_of_values(value: Any) -> None:
 
 
 def test_a_tensor_is_read_when_it_is_logged() -> None:
-    running = torch.zeros(())
+    running = torch.zeros((), dtype=torch.float64)
 
     def log(step: int, rank: int) -> dict[str, Any]:
         running.fill_(float(step))

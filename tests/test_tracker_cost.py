@@ -26,9 +26,12 @@ class Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.collectives = self.reads = 0
+        self.kinds: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.collectives += func.namespace == "c10d" and "barrier" not in str(func)
+        if func.namespace == "c10d" and "barrier" not in str(func):
+            self.collectives += 1
+            self.kinds.add(func.overloadpacket.__name__)
         self.reads += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
@@ -49,7 +52,7 @@ def collectives(rank: int, world: int, layers: int, metrics: str | list[str], gr
         nn.Parameter(distribute_tensor(torch.randn(5, 3, generator=generator), mesh, [Shard(0)])) for _ in range(layers)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = []
+    found, kinds = [], set[str]()
     with Tracker(model, optimizer, schedule=every(3, first=False), metrics=metrics) as tracker:
         for _ in range(7):
             for p in model:
@@ -57,7 +60,9 @@ def collectives(rank: int, world: int, layers: int, metrics: str | list[str], gr
             with counted_step(optimizer) as counting:
                 pass
             found.append(counting.collectives)
+            kinds = counting.kinds or kinds
             tracker.log(loss=1.0)
+        assert kinds == {"allreduce_"}, "nothing is gathered"
         assert tracker.last_flush is not None
         assert tracker.last_flush.collectives == found[-2]
     return found

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from scion_telemetry import Tracker, every
+from scion_telemetry.optim import Dion2
 from scion_telemetry.rows import RunInfo
 from scion_telemetry.sinks import MemorySink
 from scion_telemetry.testing import run_forked, run_threads
@@ -89,6 +90,30 @@ def test_sums_travel_wider_than_the_parameters(dtype: torch.dtype, entry: int) -
 
     rounded = float(torch.tensor(math.sqrt(entry), dtype=torch.float64).to(dtype))
     assert run_forked(run, 4, timeout=20)[0]["w"]["grad_frobenius"] == pytest.approx(2 * rounded, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fraction", "scope", "counts"),
+    [(17, 0.35, "global", {1: 6, 2: 6, 4: 6}), (17, 0.35, "local", {1: 6, 2: 8, 4: 8}), (5, 0.25, "local", {4: 3})],
+)
+def test_selected_rows_are_counted_from_real_rows(
+    rows: int, fraction: float, scope: str, counts: dict[int, int]
+) -> None:
+    """Global: ⌈0.35·17⌉ whatever the world. Local: ⌈0.35·9⌉ and ⌈0.35·5⌉ rows of every shard; none of an empty one."""
+
+    def run(rank: int, world: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (world,))
+        full = torch.randn(rows, 30, generator=torch.Generator().manual_seed(0))
+        model = named(w=distribute_tensor(full, mesh, [Shard(0)]))
+        optimizer, sink = Dion2(model.parameters(), fraction=fraction, selection_scope=scope), MemorySink()
+        with Tracker(model, optimizer, schedule=every(1), sinks=[sink]):
+            for _ in range(2):
+                model["w"].grad = model["w"].detach().clone()
+                optimizer.step()
+        return [row.values["k"] for row in sink.selection]
+
+    for world, k in counts.items():
+        assert run_forked(run, world, timeout=20)[0] == [k, k]
 
 
 # ---------------------------------------------------------------------- ranks that hold different things

@@ -76,7 +76,7 @@ class Krylov:
         if self.piece.dtype.itemsize < 4:
             self.piece = self.piece.float()
         # A power of two near 1/‖W‖_F keeps products in the range of float32.
-        exponent = torch.frexp(self.squares.sqrt()).exponent
+        exponent = torch.frexp(self.squares.sqrt()).exponent.clamp(min=-126)
         unit = torch.ones_like(self.squares)
         self.scale = torch.where(torch.isfinite(self.squares), torch.ldexp(unit, -exponent), unit)
         self.basis = [torch.linalg.qr(self.start).Q]
