@@ -4,19 +4,23 @@ Everything that a step computes can be observed (``register_step_observer``) at 
 """
 
 from .dion2 import Dion2
+from .dion3 import Dion3, NorDion2
 from .events import ParamFacts, Selection, StepEvent, register_step_observer
 from .groups import ParamGroups, group_params, infer_roles
 from .layout import Layout
 from .orthogonalize import Orthogonalizer, make_orthogonalizer
-from .scion import Scion
+from .scion import Scion, ScionLight
 
 __all__ = [
     "Dion2",
+    "Dion3",
     "Layout",
+    "NorDion2",
     "Orthogonalizer",
     "ParamFacts",
     "ParamGroups",
     "Scion",
+    "ScionLight",
     "Selection",
     "StepEvent",
     "group_params",

@@ -5,78 +5,20 @@ step():  group -> same-shaped parameters with a gradient (Work) -> algorithm.ste
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast, overload
+from dataclasses import replace
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from .algorithm import Algorithm, Work, piece
 from .events import Observer, ParamFacts, StepEvent
 from .grid import Dims, Grid, require_supported, shared_coordinates
-from .layout import Layout, local
+from .layout import Layout
+from .options import check_options
 from .transport import Exchange, assign_owners, pipeline, require_agreement
-
-Notify = Callable[[StepEvent], None]
-Check = tuple[Callable[[Any], bool], str]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """Same-shaped parameters of one group that step together.
-
-    Args:
-        params: The parameters.
-        weights: Their local pieces.
-        grads: The local pieces of their gradients.
-        states: Their state, DTensors as the parameters are.
-        options: The parameter group.
-        layout: The layout they share.
-        exchange: How their matrices move between ranks.
-        notify: To be called with a ``StepEvent`` before the weights change; None when nobody observes.
-    """
-
-    params: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
-    grads: tuple[Tensor, ...]
-    states: tuple[dict[str, Any], ...]
-    options: Mapping[str, Any]
-    layout: Layout
-    exchange: Exchange
-    notify: Notify | None
-
-    def buffers(self, name: str) -> tuple[Tensor, ...]:
-        """Local pieces of one state entry."""
-        return tuple(local(state[name]) for state in self.states)
-
-
-class Algorithm(Protocol):
-    """One update rule."""
-
-    @property
-    def name(self) -> str:
-        """What ``group["algorithm"]`` says."""
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """Its options and their defaults."""
-
-    @property
-    def checks(self) -> Mapping[str, Check]:
-        """For each option a predicate and the text of what it allows."""
-
-    def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Refuse a parameter it cannot step (ValueError); else its state, complete before the first step."""
-
-    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims | None:
-        """Where the rows and columns of its matrices are; None for a rule that steps entries one by one."""
-
-    def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
-        """What events will show of the parameter."""
-
-    def step(self, work: Work) -> Iterator[None]:
-        """Step all of ``work``, yielding while communication is in flight."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -159,9 +101,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     "only dense real floating-point parameters are stepped"
                 )
             try:
-                layout = Layout.of(param)
                 states.append(algorithm.prepare(param, group))
-                dims = algorithm.dims(param, group)
+                layout, dims = algorithm.view(param, group)
             except ValueError as error:
                 raise ValueError(f"parameter {name!r}: {error}") from error
             if dims is not None:
@@ -251,7 +192,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 yield algorithm.step(
                     Work(
                         params=tuple(params),
-                        weights=tuple(local(p) for p in params),
+                        weights=tuple(piece(p, layout) for p in params),
                         grads=tuple(_local_grad(p, layout) for p in params),
                         states=tuple(self.state[p] for p in params),
                         options=group,
@@ -294,49 +235,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._grids, self._groups, self._owners, self._loads = {}, {}, {}, {}
             for group in self.param_groups:
                 algorithm = self._algorithm(group)
-                self._grids.update((p, self._grid(Layout.of(p), algorithm.dims(p, group))) for p in group["params"])
+                self._grids.update((p, self._grid(*algorithm.view(p, group))) for p in group["params"])
                 self._assign(group["params"])
-
-
-def scale_all_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply every tensor in place."""
-    if _exact_foreach(tensors):
-        torch._foreach_mul_(list(tensors), factor)
-    else:
-        for tensor in tensors:
-            tensor.mul_(factor)
-
-
-def add_all_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) -> None:
-    """Add ``alpha`` times ``others`` in place, tensor by tensor."""
-    if _exact_foreach(tensors):
-        torch._foreach_add_(list(tensors), list(others), alpha=alpha)
-    else:
-        for tensor, other in zip(tensors, others, strict=True):
-            tensor.add_(other, alpha=alpha)
-
-
-def _exact_foreach(tensors: Sequence[Tensor]) -> bool:
-    # On a CPU, foreach kernels round the scalar to the dtype of the tensors: bfloat16 would decay by 0.98828, not 0.99.
-    return tensors[0].dtype in (torch.float32, torch.float64)
-
-
-def check_options(options: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Refuse option values that are out of range (ValueError): what, got what, allowed what."""
-    for option, (allowed, text) in checks.items():
-        value = options[option]
-        try:
-            good = allowed(value)
-        except (TypeError, ValueError):
-            good = False
-        if not good:
-            raise ValueError(f"{option} must be {text}, got {value!r}")
-
-
-NOT_NEGATIVE: Check = (lambda v: not isinstance(v, str) and float(v) >= 0, "a number >= 0")
-POSITIVE: Check = (lambda v: not isinstance(v, str) and float(v) > 0, "a number > 0")
-UNIT_INTERVAL: Check = (lambda v: not isinstance(v, str) and 0 < v <= 1, "in (0, 1]")
-BETAS: Check = (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
 
 
 def _refuse_duplicates(params: Any) -> Any:
@@ -360,9 +260,10 @@ def _local_grad(param: Tensor, layout: Layout) -> Tensor:
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({param.grad.layout}); only dense "
             "ones are stepped (nn.Embedding(..., sparse=False))"
         )
-    if Layout.of(param.grad) != layout:
+    if getattr(param.grad, "placements", None) != getattr(param, "placements", None):
+        lies, own = Layout.of(param.grad), Layout.of(param)
         raise ValueError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} lies as ({Layout.of(param.grad).describe()}), "
-            f"its weight as ({layout.describe()}); redistribute the gradient to the weight's placements before step()"
+            f"the gradient of a parameter of shape {tuple(param.shape)} lies as ({lies.describe()}), its weight as "
+            f"({own.describe()}); redistribute the gradient to the weight's placements before step()"
         )
-    return local(param.grad)
+    return piece(param.grad, layout)

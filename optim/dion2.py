@@ -9,16 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .base import NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, SpectralOptimizer, Work, add_all_, scale_all_
+from .algorithm import Work, add_all_, scale_all_
+from .base import SpectralOptimizer
 from .events import ParamFacts, Selection, StepEvent
 from .grid import Dims, Grid
-from .layout import Layout
+from .layout import Layout, split_rows
+from .options import NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, check_options, one_of
 from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer
 from .scalar import AdamWAlgorithm, LionAlgorithm
 from .scion import ScionAlgorithm
 from .selection import l1_scores, put_, selected_count, selection_dim, take, top_k
 
-_ADJUST = ("spectral_norm", "rms_norm", None)
+_FLOATS = {str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
 class Dion2Algorithm:
@@ -33,8 +35,11 @@ class Dion2Algorithm:
         "epsilon": 1e-8,
         "adjust_lr": "spectral_norm",
         "selection_scope": "local",
-        "select_dim": "auto",
         "newton_schulz_func": "polar_express",
+        "select_dim": "auto",
+        "decay_on": "all",
+        "momentum_dtype": None,
+        "num_heads": None,
     }
     checks: Mapping[str, Check] = {
         "lr": NOT_NEGATIVE,
@@ -42,48 +47,60 @@ class Dion2Algorithm:
         "ef_decay": (lambda v: 0 <= v <= 1, "in [0, 1]"),
         "weight_decay": NOT_NEGATIVE,
         "epsilon": POSITIVE,
-        "adjust_lr": (lambda v: v in _ADJUST, "'spectral_norm', 'rms_norm' or None"),
-        "selection_scope": (lambda v: v in ("local", "global"), "'local' or 'global'"),
-        "select_dim": (lambda v: v in ("auto", "rows", "cols"), "'auto', 'rows' or 'cols'"),
+        "adjust_lr": one_of("spectral_norm", "rms_norm", None),
+        "selection_scope": one_of("local", "global"),
+        "select_dim": one_of("auto", "rows", "cols"),
+        "decay_on": one_of("all", "selected"),
+        "momentum_dtype": one_of(*_FLOATS, None),
+        "num_heads": (lambda v: v is None or (isinstance(v, int) and v > 0), "None or a whole number > 0"),
     }
 
     def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The momentum, of the parameter's dtype and placement."""
+        """The momentum, of the parameter's placement and of its dtype or the one that was asked for."""
         if param.ndim not in (2, 3):
             raise ValueError(
                 f"Dion2 steps matrices [d_out, d_in] and stacks of them, got shape {tuple(param.shape)}; give its "
                 "group algorithm='adamw', 'lion' or 'scion' (group_params does)"
             )
-        layout = Layout.of(param)
-        dim = _select_dim(layout, options["select_dim"])
-        if param.ndim == 3 and options["selection_scope"] == "global" and param.ndim + dim in layout.sharded_dims:
+        layout, dims = self.view(param, options)
+        along = len(layout.shape) + _select_dim(layout, options["select_dim"])
+        if dims.rows > 0 and options["selection_scope"] == "global" and along in layout.sharded_dims:
             raise ValueError(
                 f"a stack of matrices in the layout ({layout.describe()}) would have another number of selected slices "
                 "for every matrix on every rank; give its group selection_scope='local'"
             )
         make_orthogonalizer(options["newton_schulz_func"])
-        return {"momentum": torch.zeros_like(param)}
+        return {"momentum": torch.zeros_like(param, dtype=_FLOATS.get(options["momentum_dtype"], param.dtype))}
 
-    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims:
-        """A matrix or a stack of them."""
-        return Dims.of(param.ndim, stacked=param.ndim == 3)
+    def view(self, param: Tensor, options: Mapping[str, Any]) -> tuple[Layout, Dims]:
+        """A matrix, a stack of them, or the heads of an attention matrix ``[heads·h, d]`` as a stack."""
+        layout = Layout.of(param)
+        if options["num_heads"] is not None:
+            if param.ndim != 2:
+                raise ValueError(f"num_heads splits a matrix [heads·h, d], got shape {tuple(param.shape)}")
+            layout = split_rows(layout, options["num_heads"])
+        return layout, Dims.of(len(layout.shape), stacked=len(layout.shape) == 3)
 
     def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """Shows every update and selection; an owner assembles every direction."""
-        dim = _select_dim(grid.layouts[grid.rank], options["select_dim"])
-        return ParamFacts(algorithm=self.name, shows_update=True, select_dim=dim, owner_shows=param.ndim == 2)
+        layout = grid.layouts[grid.rank]
+        return ParamFacts(
+            algorithm=self.name,
+            shows_update=True,
+            select_dim=_select_dim(layout, options["select_dim"]),
+            owner_shows=len(layout.shape) == 2,
+            heads=options["num_heads"] or 1,
+        )
 
     def step(self, work: Work) -> Iterator[None]:
-        """M <- M + G;  K = top-k by L1;  U = orth(M[K]);  M[K] <- ef M[K];  W <- (1 - lr wd) W;  W[K] -= lr_adj U."""
-        options = work.options
-        check, text = self.checks["fraction"]
-        if not check(options["fraction"]):  # it may be scheduled
-            raise ValueError(f"fraction must be {text}, got {options['fraction']!r}")
+        """Accumulate, select, orthonormalise, decay, move."""
+        options, lr = work.options, float(work.options["lr"])
+        check_options(options, {"fraction": self.checks["fraction"]})  # it may be scheduled
         momenta = work.buffers("momentum")
         add_all_(momenta, [g.to(m.dtype) for g, m in zip(work.grads, momenta, strict=True)])
         dim = _select_dim(work.layout, options["select_dim"])
-        scores, indices, counts = yield from _select(work, momenta, dim)
         along = len(work.layout.shape) + dim
+        scores, indices, counts = yield from _select(work, momenta, dim)
         func = make_orthogonalizer(options["newton_schulz_func"])
         picked = [take(m, i, dim).to(input_dtype(func)) for m, i in zip(momenta, indices, strict=True)]
         for m, i in zip(momenta, indices, strict=True):
@@ -91,24 +108,31 @@ class Dion2Algorithm:
         whole = yield from work.exchange.gather(picked, along, counts)
         owned = _orthogonalize(func, whole, float(options["epsilon"]), picked[0].dtype)
         directions = yield from work.exchange.scatter(owned, picked, along, counts)
-        lr = float(options["lr"])
+        directions = self._normalize(work, directions, indices)
         scale = -lr * lr_factor(options["adjust_lr"], *work.layout.shape[-2:])
         if work.notify is not None:
             selections = tuple(Selection(dim=dim, scores=s, indices=i) for s, i in zip(scores, indices, strict=True))
-            work.notify(
-                StepEvent(
-                    algorithm=self.name,
-                    params=work.params,
-                    lr=lr,
-                    scale=scale,
-                    directions=directions,
-                    selections=selections,
-                    owned=owned,
-                )
+            event = StepEvent(
+                algorithm=self.name,
+                params=work.params,
+                lr=lr,
+                scale=scale,
+                directions=directions,
+                selections=selections,
+                owned=owned,
             )
-        scale_all_(work.weights, 1 - lr * float(options["weight_decay"]))
+            work.notify(event)
+        decay = 1 - lr * float(options["weight_decay"])
+        everywhere = options["decay_on"] == "all"
+        if everywhere:
+            scale_all_(work.weights, decay)
         for w, i, u in zip(work.weights, indices, directions, strict=True):
-            put_(w, i, dim, take(w, i, dim).add_(u.to(w.dtype), alpha=scale))
+            chosen = take(w, i, dim) if everywhere else take(w, i, dim) * decay
+            put_(w, i, dim, chosen.add_(u.to(w.dtype), alpha=scale))
+
+    def _normalize(self, work: Work, directions: tuple[Tensor, ...], indices: list[Tensor]) -> tuple[Tensor, ...]:
+        """What else happens to the orthonormal directions: nothing."""
+        return directions
 
 
 class Dion2(SpectralOptimizer):
@@ -128,13 +152,17 @@ class Dion2(SpectralOptimizer):
         fraction: Share of rows or columns to select, in (0, 1]. A scheduler may change it per group.
         ef_decay: Decay of the selected momentum, in [0, 1].
         betas: Of AdamW and Lion groups.
-        weight_decay: Decoupled, >= 0, on all rows.
+        weight_decay: Decoupled, >= 0.
         epsilon: Added to denominators.
         adjust_lr: ``spectral_norm``: lr √(d_out/d_in); ``rms_norm``: 0.2 lr √max(d_out, d_in); None: lr.
         newton_schulz_func: Name in ``orthogonalize.NAMES`` or ``func(input, epsilon)``.
         selection_scope: ``local``: every shard selects from its own rows; ``global``: from the whole matrix.
         select_dim: ``rows`` or ``cols``, the same under every layout (with the global scope so is the trajectory);
             ``auto``: the sharded dimension or else the shorter one, rows on a tie, as microsoft/dion has it.
+        decay_on: Weight decay on ``all`` rows or on the ``selected`` ones (microsoft/dion issue 120: the rest is
+            decayed every step though it moves in a fraction of them).
+        momentum_dtype: Of the momentum, as dtype or name; None: that of the parameter.
+        num_heads: The rows of every matrix are so many heads, each selected from and orthonormalised for itself.
         momentum: Of Scion groups: one minus β, in (0, 1].
 
     Raises:
@@ -158,6 +186,9 @@ class Dion2(SpectralOptimizer):
         selection_scope: str = "local",
         *,
         select_dim: str = "auto",
+        decay_on: str = "all",
+        momentum_dtype: torch.dtype | str | None = None,
+        num_heads: int | None = None,
         momentum: float = 0.05,
     ) -> None:
         defaults = {
@@ -172,16 +203,31 @@ class Dion2(SpectralOptimizer):
             "newton_schulz_func": newton_schulz_func,
             "selection_scope": selection_scope,
             "select_dim": select_dim,
+            "decay_on": decay_on,
+            "momentum_dtype": _name(momentum_dtype),
+            "num_heads": num_heads,
             "momentum": momentum,
         }
-        if isinstance(distributed_mesh, DeviceMesh):
-            if distributed_mesh.ndim != 1:
-                raise ValueError(
-                    f"distributed_mesh must be one-dimensional, got {distributed_mesh}; pass one of its dimensions"
-                )
-            distributed_mesh = distributed_mesh.get_group()
-        algorithms = (Dion2Algorithm(), AdamWAlgorithm(), LionAlgorithm(), ScionAlgorithm())
-        super().__init__(params, defaults, algorithms=algorithms, process_group=distributed_mesh)
+        algorithms = (self._rule(), AdamWAlgorithm(), LionAlgorithm(), ScionAlgorithm())
+        super().__init__(params, defaults, algorithms=algorithms, process_group=replicas(distributed_mesh))
+
+    def _rule(self) -> Dion2Algorithm:
+        return Dion2Algorithm()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; ``momentum_dtype`` may be a dtype or its name."""
+        if "momentum_dtype" in param_group:
+            param_group = {**param_group, "momentum_dtype": _name(param_group["momentum_dtype"])}
+        super().add_param_group(param_group)
+
+
+def replicas(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The process group of a 1-D mesh, or the one given."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f"distributed_mesh must be one-dimensional, got {mesh}; pass one of its dimensions")
+        return mesh.get_group()
+    return mesh
 
 
 def lr_factor(adjust_lr: str | None, d_out: int, d_in: int) -> float:
@@ -252,3 +298,8 @@ def _orthogonalize(
             found = list(func(torch.stack([whole[i] for i in indices]), epsilon=epsilon).unbind())
         result.update((i, u.to(dtype)) for i, u in zip(indices, found, strict=True))
     return dict(sorted(result.items()))
+
+
+def _name(dtype: torch.dtype | str | None) -> str | None:
+    # Options are plain values, so that checkpoints and run.json can hold them.
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype

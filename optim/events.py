@@ -64,6 +64,7 @@ class ParamFacts:
         shows_update: Whether its update appears in events.
         select_dim: -2 or -1 where it is selected from, else None.
         owner_shows: Whether some rank assembles the whole direction.
+        heads: Parts of the rows that are selected from each for itself.
         options: Names of the group's options that the rule reads.
     """
 
@@ -71,6 +72,7 @@ class ParamFacts:
     shows_update: bool = False
     select_dim: int | None = None
     owner_shows: bool = False
+    heads: int = 1
     options: tuple[str, ...] = ()
 
 

@@ -7,6 +7,7 @@ twice, and right-to-left (``_StridedShard``, which FSDP2 over tensor parallelism
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import cast
 
 import torch
@@ -124,6 +125,38 @@ def take_piece(full: Tensor, layout: Layout) -> Tensor:
     for dim in layout.sharded_dims:
         piece = piece.index_select(dim, index_tensor(layout.runs(dim), device=full.device))
     return piece
+
+
+def split_rows(layout: Layout, parts: int) -> Layout:
+    """A matrix ``[parts·h, d]`` seen as ``[parts, h, d]``.
+
+    Raises:
+        ValueError: When the rows are no multiple of ``parts``, or some rank's piece cuts a part.
+    """
+    rows, columns = layout.shape
+    if rows % parts:
+        raise ValueError(f"{rows} rows are no multiple of {parts} heads")
+    axes = tuple(a if a.dim is None else replace(a, dim=2 * a.dim) for a in layout.axes)
+    split = replace(layout, shape=(parts, rows // parts, columns), axes=axes)
+    height = rows // parts
+    for coordinates in product(*(range(a.size) for a in layout.axes)):
+        mine, seen = layout.at(coordinates).runs(0), split.at(coordinates).runs(0)
+        if _flat(mine) != _flat(tuple((start * height, stop * height) for start, stop in seen)):
+            raise ValueError(
+                f"the layout ({layout.describe()}) cuts heads of {height} rows; cut between heads or omit num_heads"
+            )
+    return split
+
+
+def _flat(runs: Runs) -> Runs:
+    """Runs with adjacent ones joined."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def _axis(placement: object, size: int, coordinate: int, ndim: int) -> Axis:

@@ -54,12 +54,14 @@ class Spectral:
     Args:
         normalized: False: s = √d_out.
         max: s = max(1, s).
+        transpose: The matrix is stored as ``[d_in, d_out]`` (some expert weights are).
         steps: Newton-Schulz steps.
         orthogonalizer: Name or callable, see ``orthogonalize.NAMES``.
     """
 
     normalized: bool = True
     max: bool = False
+    transpose: bool = False
     steps: int = 5
     orthogonalizer: str | NewtonSchulzFunc = "lions_ns5"
     _func: NewtonSchulzFunc = field(init=False, repr=False, compare=False)
@@ -83,6 +85,8 @@ class Spectral:
         return input_dtype(self._func)
 
     def _scale(self, d_out: int, d_in: int) -> float:
+        if self.transpose:
+            d_out, d_in = d_in, d_out
         scale = math.sqrt(d_out / d_in) if self.normalized else math.sqrt(d_out)
         return max(1.0, scale) if self.max else scale
 
@@ -220,8 +224,48 @@ class RowNorm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowPower:
+    """Every row divided by its L2 norm and multiplied by d_in to a power (the row geometries of rakkit/disco).
+
+    Args:
+        power: -1/2 is RMS->inf (as RowNorm), 1/2 gives rows of RMS 1 (as ColNorm transposed).
+    """
+
+    power: float
+
+    @property
+    def extent(self) -> Extent:
+        """Rows."""
+        return "row"
+
+    @property
+    def stacks(self) -> bool:
+        """Stacks of matrices."""
+        return True
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Its own."""
+        return None
+
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """``[d_out, d_in]`` to the same shape."""
+        return g / (_l2(g, -1) + _EPS) * math.pow((shape or g.shape)[-1], self.power)
+
+    def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Gaussian, then ``lmo``."""
+        return w.copy_(self.lmo(_gaussian(w, generator)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BiasRMS:
-    """Vectors, also shaped ``[C, 1, 1]`` or ``[1, 1, C]``: ``g / RMS(g)``. Of matrices, the RMS of each column."""
+    """Vectors, also shaped ``[C, 1, 1]`` or ``[1, 1, C]``: ``g / RMS(g)``. Of matrices, the RMS of each column.
+
+    Args:
+        whole: Of matrices, the RMS of all entries (rakkit/disco).
+    """
+
+    whole: bool = False
 
     @property
     def extent(self) -> Extent:
@@ -242,8 +286,8 @@ class BiasRMS:
         """Any shape; a 0-d gradient gives its sign."""
         if g.ndim == 0:
             return g / (g.abs() + _EPS)
-        vector = g.numel() == max(g.shape)
-        size = g.square().mean(dim=tuple(range(g.ndim)) if vector else 0, keepdim=True).sqrt()
+        every = self.whole or g.numel() == max(g.shape)
+        size = g.square().mean(dim=tuple(range(g.ndim)) if every else 0, keepdim=True).sqrt()
         return g / (size + _EPS)
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -295,10 +339,24 @@ NORMS: Mapping[str, Callable[..., Norm]] = {
     "SpectralConv": SpectralConv,
     "ColNorm": ColNorm,
     "RowNorm": RowNorm,
+    "RowPower": RowPower,
     "BiasRMS": BiasRMS,
     "Sign": Sign,
 }
 """Every geometry by name; ``Auto`` chooses by the number of dimensions."""
+
+ALIASES: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "spectral": ("Spectral", {"orthogonalizer": "newton_schulz"}),
+    "image_spectral": ("Spectral", {"orthogonalizer": "newton_schulz", "max": True}),
+    "conv_spectral": ("SpectralConv", {"orthogonalizer": "newton_schulz"}),
+    "embed_linear": ("RowPower", {"power": 1.0}),
+    "embed_sqrt": ("RowPower", {"power": 0.5}),
+    "unembed_linear": ("RowPower", {"power": -1.0}),
+    "unembed_sqrt": ("RowPower", {"power": -0.5}),
+    "bias_rms": ("BiasRMS", {"whole": True}),
+    "sign": ("Sign", {"normalized": False}),
+}
+"""The names that rakkit/disco gives to geometries."""
 
 
 def make_norm(name: str, ndim: int, kwargs: Mapping[str, object] | None = None) -> Norm:
@@ -311,15 +369,16 @@ def make_norm(name: str, ndim: int, kwargs: Mapping[str, object] | None = None) 
     """
     if name == "Auto":
         name = "BiasRMS" if ndim < 2 else "Spectral" if ndim == 2 else "SpectralConv"
+    name, preset = ALIASES.get(name, (name, {}))
     if name not in NORMS:
-        raise ValueError(f"unknown norm {name!r}; known are Auto, {', '.join(NORMS)}")
-    least = {"Spectral": 2, "ColNorm": 2, "RowNorm": 2, "SpectralConv": 3}.get(name, 0)
+        raise ValueError(f"unknown norm {name!r}; known are Auto, {', '.join((*NORMS, *ALIASES))}")
+    least = {"Spectral": 2, "ColNorm": 2, "RowNorm": 2, "RowPower": 2, "SpectralConv": 3}.get(name, 0)
     if ndim < least:
         raise ValueError(
             f"norm {name!r} needs at least {least} dimensions, got a parameter with {ndim}; use Auto or BiasRMS"
         )
     try:
-        return NORMS[name](**(kwargs or {}))
+        return NORMS[name](**{**preset, **(kwargs or {})})
     except TypeError as error:
         raise ValueError(f"norm_kwargs of {name!r}: {error}") from error
 

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from .base import BETAS, NOT_NEGATIVE, POSITIVE, Check, Work
+from .algorithm import Work
 from .events import ParamFacts
 from .grid import Dims, Grid
+from .layout import Layout
+from .options import BETAS, FLAG, NOT_NEGATIVE, POSITIVE, Check
 
 _CHECKS: Mapping[str, Check] = {
     "lr": NOT_NEGATIVE,
     "betas": BETAS,
     "weight_decay": NOT_NEGATIVE,
     "epsilon": POSITIVE,
-    "cautious_wd": (lambda v: isinstance(v, bool), "True or False"),
+    "cautious_wd": FLAG,
 }
 _DEFAULTS: Mapping[str, Any] = {
     "lr": 0.01,
@@ -43,9 +45,9 @@ class AdamWAlgorithm:
         """Shows nothing: its update never exists as a tensor of its own."""
         return ParamFacts(algorithm=self.name)
 
-    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims | None:
-        """None: entries are stepped one by one, in any layout."""
-        return None
+    def view(self, param: Tensor, options: Mapping[str, Any]) -> tuple[Layout, Dims | None]:
+        """Entries are stepped one by one, in any layout."""
+        return Layout.of(param), None
 
     def step(self, work: Work) -> Iterator[None]:
         """One fused AdamW step of all parameters."""
@@ -90,9 +92,9 @@ class LionAlgorithm:
         """Shows nothing."""
         return ParamFacts(algorithm=self.name)
 
-    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims | None:
-        """None: entries are stepped one by one, in any layout."""
-        return None
+    def view(self, param: Tensor, options: Mapping[str, Any]) -> tuple[Layout, Dims | None]:
+        """Entries are stepped one by one, in any layout."""
+        return Layout.of(param), None
 
     def step(self, work: Work) -> Iterator[None]:
         """u = sign(lerp(m, g, 1-β₁));  m <- lerp(m, g, 1-β₂);  W <- (1 - lr wd) W - lr u."""

@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, SpectralOptimizer, Work, add_all_, scale_all_
+from .algorithm import Work, add_all_, scale_all_
+from .base import SpectralOptimizer
 from .events import ParamFacts, StepEvent
 from .grid import Dims, Grid
 from .layout import Layout, local, take_piece
 from .norms import Norm, Spectral, SpectralConv, make_norm
+from .options import FLAG, NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check
 
 
 class ScionAlgorithm:
@@ -25,13 +27,17 @@ class ScionAlgorithm:
         "norm_kwargs": {},
         "scale": 1.0,
         "unconstrained": False,
+        "weight_decay": 0.0,
+        "nesterov": False,
     }
     checks: Mapping[str, Check] = {
         "lr": NOT_NEGATIVE,
         "momentum": UNIT_INTERVAL,
         "scale": POSITIVE,
         "norm_kwargs": (lambda v: isinstance(v, Mapping), "a dict"),
-        "unconstrained": (lambda v: isinstance(v, bool), "True or False"),
+        "unconstrained": FLAG,
+        "weight_decay": NOT_NEGATIVE,
+        "nesterov": FLAG,
     }
 
     def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -39,46 +45,41 @@ class ScionAlgorithm:
         _norm(options, param.ndim)
         return {} if options["momentum"] == 1 else {"momentum_buffer": torch.zeros_like(param)}
 
+    def view(self, param: Tensor, options: Mapping[str, Any]) -> tuple[Layout, Dims | None]:
+        """A stack of matrices or a convolution, as the norm has it."""
+        stacked = param.ndim == 3 and _norm(options, param.ndim).stacks
+        return Layout.of(param), Dims.of(param.ndim, stacked=stacked)
+
     def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """Shows every update; an owner assembles those whose norm needs the whole matrix."""
         norm = _norm(options, param.ndim)
         whole = _must_gather(norm, grid) or not (grid.cut(grid.dims.rows) or grid.cut(grid.dims.columns))
         return ParamFacts(algorithm=self.name, shows_update=True, owner_shows=whole and param.ndim >= 2)
 
-    def dims(self, param: Tensor, options: Mapping[str, Any]) -> Dims:
-        """A stack of matrices or a convolution, as the norm has it."""
-        return Dims.of(param.ndim, stacked=param.ndim == 3 and _norm(options, param.ndim).stacks)
-
     def step(self, work: Work) -> Iterator[None]:
-        """buf <- (1-m) buf + m g;  W <- (1-lr) W if constrained;  W <- W - lr · scale · lmo(buf)."""
-        options = work.options
+        """Average, find the direction, shrink, move."""
+        options, lr = work.options, float(work.options["lr"])
         norm = _norm(options, len(work.layout.shape))
         averages = self._average(work)
         if _must_gather(norm, work.exchange.grid):
             moved = [a.to(norm.dtype) if norm.dtype else a for a in averages]
             whole = yield from work.exchange.gather(moved)
-            owned = {
-                i: u.to(moved[0].dtype)
-                for i, u in zip(whole, self._directions(norm, list(whole.values()), work), strict=True)
-            }
+            found = _directions(norm, list(whole.values()), work)
+            owned = {i: u.to(moved[0].dtype) for i, u in zip(whole, found, strict=True)}
             directions = yield from work.exchange.scatter(owned, moved)
         else:
-            directions = tuple(self._directions(norm, averages, work))
+            directions = tuple(_directions(norm, averages, work))
             owned = {} if work.layout.sharded_dims else dict(enumerate(directions))
         if work.notify is not None:
-            work.notify(
-                StepEvent(
-                    algorithm=self.name,
-                    params=work.params,
-                    lr=float(options["lr"]),
-                    scale=-float(options["lr"]),
-                    directions=directions,
-                    owned=owned,
-                )
+            event = StepEvent(
+                algorithm=self.name, params=work.params, lr=lr, scale=-lr, directions=directions, owned=owned
             )
+            work.notify(event)
         if not options["unconstrained"]:
-            scale_all_(work.weights, 1 - float(options["lr"]))
-        add_all_(work.weights, directions, alpha=-float(options["lr"]))
+            scale_all_(work.weights, 1 - lr)
+        if options["weight_decay"]:
+            scale_all_(work.weights, 1 - lr * float(options["weight_decay"]))
+        add_all_(work.weights, directions, alpha=-lr)
 
     def _average(self, work: Work) -> tuple[Tensor, ...]:
         momentum = work.options["momentum"]
@@ -90,16 +91,29 @@ class ScionAlgorithm:
         buffers = work.buffers("momentum_buffer")
         scale_all_(buffers, 1 - momentum)
         add_all_(buffers, work.grads, alpha=momentum)
+        if work.options["nesterov"]:
+            return tuple(b * (1 - momentum) + g * momentum for b, g in zip(buffers, work.grads, strict=True))
         return buffers
 
-    @staticmethod
-    def _directions(norm: Norm, matrices: Iterable[Tensor], work: Work) -> list[Tensor]:
-        matrices = list(matrices)
-        if isinstance(norm, Spectral) and len(matrices) > 1:
-            found = list(norm.lmo(torch.stack(matrices)).unbind())
-        else:
-            found = [norm.lmo(m, work.layout.shape) for m in matrices]
-        return [u * work.options["scale"] for u in found]
+
+class ScionLightAlgorithm(ScionAlgorithm):
+    """The rule of ScionLight: the gradient is the state."""
+
+    def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Nothing to keep."""
+        _norm(options, param.ndim)
+        if options["nesterov"]:
+            raise ValueError("ScionLight has no nesterov: the gradient of the step alone is not kept; use Scion")
+        return {}
+
+    def _average(self, work: Work) -> tuple[Tensor, ...]:
+        return work.grads
+
+    def step(self, work: Work) -> Iterator[None]:
+        """Step with the gradient as it has accumulated, then shrink it."""
+        yield from super().step(work)
+        if work.options["momentum"] != 1:
+            scale_all_(work.grads, 1 - work.options["momentum"])
 
 
 class Scion(SpectralOptimizer):
@@ -113,17 +127,23 @@ class Scion(SpectralOptimizer):
         params: Parameters, named parameters or groups (see ``group_params``).
         lr: Learning rate, >= 0.
         momentum: One minus β, in (0, 1].
-        norm: Spectral, SpectralConv, ColNorm, RowNorm, BiasRMS, Sign, or Auto (by number of dimensions).
-        norm_kwargs: Options of the norm, see ``optim.norms``.
+        norm: Spectral, SpectralConv, ColNorm, RowNorm, RowPower, BiasRMS, Sign, Auto (by number of dimensions), or a
+            name of rakkit/disco (``embed_sqrt``, …), see ``optim.norms``.
+        norm_kwargs: Options of the norm.
         scale: Radius, > 0.
         unconstrained: Leave out the pull towards zero.
+        weight_decay: A decoupled decay besides: W <- (1 - lr·weight_decay) W, >= 0. Disco's (lr γ, decay λ) is
+            ``unconstrained=True, lr=γ, weight_decay=λ``.
+        nesterov: Use (1-m) buf + m g, with buf already updated, for the direction.
         process_group: Replicas of plain parameters that share the work (DDP); None: every rank works for itself.
 
     Raises:
         ValueError: For a value out of range, an unknown norm, or a parameter that cannot be stepped.
 
-    Source: Pethick et al., arXiv 2502.07529; LIONS-EPFL/scion.
+    Source: Pethick et al., arXiv 2502.07529; LIONS-EPFL/scion; nesterov and weight decay of rakkit/disco.
     """
+
+    _algorithm_class: type[ScionAlgorithm] = ScionAlgorithm
 
     def __init__(
         self,
@@ -135,6 +155,8 @@ class Scion(SpectralOptimizer):
         scale: float = 1.0,
         unconstrained: bool = False,
         *,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         defaults = {
@@ -145,8 +167,10 @@ class Scion(SpectralOptimizer):
             "norm_kwargs": dict(norm_kwargs or {}),
             "scale": scale,
             "unconstrained": unconstrained,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
         }
-        super().__init__(params, defaults, algorithms=(ScionAlgorithm(),), process_group=process_group)
+        super().__init__(params, defaults, algorithms=(self._algorithm_class(),), process_group=process_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that names its ``norm`` does not inherit the ``norm_kwargs`` of the default norm."""
@@ -167,6 +191,57 @@ class Scion(SpectralOptimizer):
                 full = norm.init_(torch.empty(layout.shape, dtype=torch.float32), generator) * group["scale"]
                 local(param).copy_(take_piece(full, layout))
                 number += 1
+
+
+class ScionLight(Scion):
+    """Scion without a momentum buffer: ``p.grad`` is the average. ``momentum`` is **one minus** the usual β.
+
+        W <- (1-lr) W - lr · scale · lmo(p.grad),    p.grad <- (1-m) p.grad
+
+    Backward adds the next gradient to what is left, so **gradients must not be zeroed**: p.grad is
+    Σ (1-m)^(age) g, Scion's buffer over m, and every lmo gives the same direction. A user who calls ``zero_grad`` turns
+    momentum off. Checkpoints carry the gradients.
+
+    Args:
+        params: As of ``Scion``.
+        **options: As of ``Scion``, without nesterov.
+
+    Source: LIONS-EPFL/scion, ScionLight.
+    """
+
+    _algorithm_class = ScionLightAlgorithm
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every optimizer, with the gradients as state."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["grad"] = param.grad
+        found = super().state_dict()
+        found["state"] = {number: dict(state) for number, state in found["state"].items()}
+        self._drop()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore, the gradients too; a parameter whose checkpoint has none is left without."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = self.state[param].get("grad")
+        self._drop()
+
+    def _drop(self) -> None:
+        for state in self.state.values():
+            state.pop("grad", None)
+
+
+def _directions(norm: Norm, matrices: Iterable[Tensor], work: Work) -> list[Tensor]:
+    matrices = list(matrices)
+    if isinstance(norm, Spectral) and len(matrices) > 1:
+        found = list(norm.lmo(torch.stack(matrices)).unbind())
+    else:
+        found = [norm.lmo(m, work.layout.shape) for m in matrices]
+    return [u * work.options["scale"] for u in found]
 
 
 def _norm(options: Mapping[str, Any], ndim: int) -> Norm:

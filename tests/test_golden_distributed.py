@@ -10,14 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from scion_telemetry.optim import Dion2
+from scion_telemetry.optim import Dion2, Dion3
 from scion_telemetry.testing import run_forked
 
-CASES = [
-    c
-    for c in cases("dion2_distributed.npz")
-    if c.params["optimizer"] == "dion2" and c.params["layout"] in ("shard0", "shard1", "replicated")
-]
+CASES = [c for c in cases("dion2_distributed.npz") if c.params["layout"] in ("shard0", "shard1", "replicated")]
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -37,7 +33,7 @@ def _run(case: Case, rank: int, world: int) -> dict[str, Any]:
     params = {n: torch.nn.Parameter(place(case.input(f"W0/{n}"))) for n in names}
     kwargs = {k: v for k, v in case.params["defaults"].items() if k != "use_polar_express"}
     kwargs["newton_schulz_func"] = "polar_express" if case.params["defaults"]["use_polar_express"] else "dion_ns5"
-    optimizer = Dion2(
+    optimizer = (Dion3 if case.params["optimizer"] == "nordion2" else Dion2)(
         [{**g, "params": [(n, params[n]) for n in g["params"]]} for g in groups],
         None if sharded else dist.group.WORLD,
         **kwargs,

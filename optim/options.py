@@ -1,0 +1,30 @@
+"""Options of parameter groups: what is allowed, and the message when it is not."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = tuple[Callable[[Any], bool], str]
+"""A predicate, and the text of what it allows."""
+
+NOT_NEGATIVE: Check = (lambda v: not isinstance(v, str) and float(v) >= 0, "a number >= 0")
+POSITIVE: Check = (lambda v: not isinstance(v, str) and float(v) > 0, "a number > 0")
+UNIT_INTERVAL: Check = (lambda v: not isinstance(v, str) and 0 < v <= 1, "in (0, 1]")
+BETAS: Check = (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
+FLAG: Check = (lambda v: isinstance(v, bool), "True or False")
+
+
+def one_of(*choices: object) -> Check:
+    """One of some values."""
+    return (lambda v: any(v == c and type(v) is type(c) for c in choices), " or ".join(map(repr, choices)))
+
+
+def check_options(options: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
+    """Refuse option values that are out of range (ValueError): what, got what, allowed what."""
+    for option, (allowed, text) in checks.items():
+        value = options[option]
+        try:
+            good = allowed(value)
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise ValueError(f"{option} must be {text}, got {value!r}")
