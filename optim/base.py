@@ -11,6 +11,7 @@ from typing import Any, cast, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .algorithm import Algorithm, Work, piece
@@ -133,6 +134,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if layout.mesh is None:
             group = self._process_group
             return alone if group is None else replace(alone, group=group, layouts=(layout,) * group.size())
+        if layout.mesh.get_coordinate() is None:
+            return alone
         ranks = {int(layout.mesh.mesh[tuple(c)]): c for c in shared_coordinates(layout, dims)}
         if len(ranks) == 1:
             return alone
@@ -181,9 +184,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
             algorithm = self._algorithm(group)
             alike: dict[tuple[object, ...], list[Tensor]] = {}
             for param in group["params"]:
-                if param.grad is not None and param.numel():
+                if param.grad is not None and param.numel() and _on_mesh(param):
+                    grid = self._grids[param]  # equal layouts may lie on the axes of different meshes
                     alike.setdefault(
-                        (tuple(param.shape), param.dtype, param.grad.dtype, self._grids[param].layouts), []
+                        (tuple(param.shape), param.dtype, param.grad.dtype, grid.layouts, grid.group), []
                     ).append(param)
             for params in alike.values():
                 grid = self._grids[params[0]]
@@ -251,6 +255,11 @@ def _refuse_duplicates(params: Any) -> Any:
                 raise ValueError(f"{name!r} is the same tensor as {seen[param]!r} (tied weights?); list it once")
             seen[param] = name
     return entries
+
+
+def _on_mesh(param: Tensor) -> bool:
+    """Whether this rank is one of those that the parameter is laid out over."""
+    return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
 
 
 def _local_grad(param: Tensor, layout: Layout) -> Tensor:

@@ -240,8 +240,8 @@ class RowPower:
 
     @property
     def stacks(self) -> bool:
-        """Stacks of matrices."""
-        return True
+        """One vector in any shape, and no stack."""
+        return False
 
     @property
     def dtype(self) -> torch.dtype | None:
