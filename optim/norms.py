@@ -240,8 +240,8 @@ class RowPower:
 
     @property
     def stacks(self) -> bool:
-        """One vector in any shape, and no stack."""
-        return False
+        """Stacks of matrices."""
+        return True
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -274,8 +274,8 @@ class BiasRMS:
 
     @property
     def stacks(self) -> bool:
-        """Stacks of matrices."""
-        return True
+        """One vector in any shape, and no stack."""
+        return False
 
     @property
     def dtype(self) -> torch.dtype | None:
