@@ -45,6 +45,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._process_group = process_group
         self._observers: OrderedDict[int, Observer] = OrderedDict()
         self._grids: dict[Tensor, Grid] = {}
+        self._alike: dict[tuple[object, ...], Grid] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._owners: dict[Tensor, int] = {}
         self._loads: dict[tuple[int, ...], list[float]] = {}
@@ -127,9 +128,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._owners.update(zip(members, assign_owners(costs, loads), strict=True))
 
     def _grid(self, layout: Layout, dims: Dims | None) -> Grid:
-        """The ranks that share a parameter; an elementwise rule shares nothing."""
+        """The ranks that share a parameter; one object for all parameters that lie alike."""
+        key = (layout, layout.mesh, dims)
+        if key not in self._alike:
+            self._alike[key] = self._make_grid(layout, dims)
+        return self._alike[key]
+
+    def _make_grid(self, layout: Layout, dims: Dims | None) -> Grid:
         alone = Grid(group=None, layouts=(layout,), dims=dims or Dims(rows=0, columns=None))
-        if dims is None:
+        if dims is None:  # an elementwise rule shares nothing
             return alone
         if layout.mesh is None:
             group = self._process_group
@@ -185,10 +192,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             alike: dict[tuple[object, ...], list[Tensor]] = {}
             for param in group["params"]:
                 if param.grad is not None and param.numel() and _on_mesh(param):
-                    grid = self._grids[param]  # equal layouts may lie on the axes of different meshes
-                    alike.setdefault(
-                        (tuple(param.shape), param.dtype, param.grad.dtype, grid.layouts, grid.group), []
-                    ).append(param)
+                    # By grid, because equal layouts may lie on different meshes.
+                    key = (tuple(param.shape), param.dtype, param.grad.dtype, self._grids[param])
+                    alike.setdefault(key, []).append(param)
             for params in alike.values():
                 grid = self._grids[params[0]]
                 owners = () if grid.group is None else tuple(self._owners[p] for p in params)
@@ -236,7 +242,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_observers"):
             self._process_group = None
             self._observers = OrderedDict()
-            self._grids, self._groups, self._owners, self._loads = {}, {}, {}, {}
+            self._grids, self._alike, self._groups, self._owners, self._loads = {}, {}, {}, {}, {}
             for group in self.param_groups:
                 algorithm = self._algorithm(group)
                 self._grids.update((p, self._grid(*algorithm.view(p, group))) for p in group["params"])

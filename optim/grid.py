@@ -80,8 +80,7 @@ class Grid:
 
     def sizes(self, dim: int) -> tuple[int, ...]:
         """Length of every block along a dimension."""
-        found = dict(zip(self.numbers(dim), (length(x.runs(dim)) for x in self.layouts), strict=True))
-        return tuple(found[b] for b in range(len(found)))
+        return self._sizes[dim]
 
     def number(self, dim: int) -> int:
         """This rank's block along a dimension."""
@@ -93,6 +92,23 @@ class Grid:
 
     def numbers(self, dim: int | None) -> tuple[int, ...]:
         """The block along a dimension that each rank holds."""
+        return self._numbers[dim]
+
+    # What takes a look at every rank is done once a grid: there may be thousands of ranks, and steps are many.
+    @cached_property
+    def _numbers(self) -> dict[int | None, tuple[int, ...]]:
+        return {dim: self._count(dim) for dim in (self.dims.rows, self.dims.columns)}
+
+    @cached_property
+    def _sizes(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for dim, numbers in self._numbers.items():
+            if dim is not None and dim < len(self.layouts[0].shape):
+                seen = dict(zip(numbers, self.layouts, strict=True))
+                found[dim] = tuple(length(seen[b].runs(dim)) for b in range(len(seen)))
+        return found
+
+    def _count(self, dim: int | None) -> tuple[int, ...]:
         # By mesh coordinates and not by indices: two ranks with empty pieces hold two blocks.
         keys = [tuple(a.coordinate for a in x.axes if a.dim == dim and dim is not None) for x in self.layouts]
         order = {key: n for n, key in enumerate(sorted(set(keys)))}

@@ -54,18 +54,24 @@ class Exchange:
         """
         if not self.moves:
             return dict(enumerate(pieces))
-        grid, mine = self.grid, self._owned(self.grid.rank)
+        grid, owned = self.grid, self._owned()
+        mine = owned.get(grid.rank, [])
         if not (grid.cut(grid.dims.rows) or grid.cut(grid.dims.columns)):  # replicas: the owner has it already
             return {i: pieces[i] for i in mine}
-        near = [r for r in range(len(self.grid.layouts)) if grid.replicas[r] == grid.replicas[grid.rank]]
-        sent = [pieces[i] for r in near for i in self._owned(r)]
-        leaving = [sum(pieces[i].numel() for i in self._owned(r)) if r in near else 0 for r in range(len(grid.layouts))]
+        near = [r for r, replica in enumerate(grid.replicas) if replica == grid.replicas[grid.rank]]
+        sent = [pieces[i] for r in near for i in owned.get(r, [])]
         shapes = {(i, r): self._shape(i, r, dim, counts) for i in mine for r in near}
-        arriving = [sum(math.prod(shapes[i, r]) for i in mine) if r in near else 0 for r in range(len(grid.layouts))]
+        leaving, arriving = [0] * len(grid.layouts), [0] * len(grid.layouts)
+        for r in near:
+            leaving[r] = sum(pieces[i].numel() for i in owned.get(r, []))
+            arriving[r] = sum(math.prod(shapes[i, r]) for i in mine)
         flat = yield from self._all_to_all(sent, leaving, arriving, pieces[0])
         parts = iter(torch.split_with_sizes(flat, [math.prod(shapes[i, r]) for r in near for i in mine]))
-        blocks = {(i, grid.blocks[r]): next(parts).view(shapes[i, r]) for r in near for i in mine}
-        return {i: self._join({block: b for (j, block), b in blocks.items() if j == i}) for i in mine}
+        blocks: dict[int, dict[tuple[int, int], Tensor]] = {i: {} for i in mine}
+        for r in near:
+            for i in mine:
+                blocks[i][grid.blocks[r]] = next(parts).view(shapes[i, r])
+        return {i: self._join(blocks[i]) for i in mine}
 
     def scatter(
         self, owned: Mapping[int, Tensor], like: Sequence[Tensor], dim: int | None = None, counts: Counts = ()
@@ -73,14 +79,14 @@ class Exchange:
         """This rank's piece of every matrix; ``like`` are tensors of the shapes and dtype to receive."""
         if not self.moves:
             return tuple(owned[i] for i in range(len(owned)))
-        grid, mine = self.grid, self._owned(self.grid.rank)
-        ranks = range(len(grid.layouts))
+        grid, whose = self.grid, self._owned()
+        mine = whose.get(grid.rank, [])
         blocks = {i: self._take_apart(owned[i], i, dim, counts) for i in mine}
-        sent = [blocks[i][grid.blocks[r]] for r in ranks for i in mine]
-        leaving = [sum(blocks[i][grid.blocks[r]].numel() for i in mine) for r in ranks]
-        arriving = [sum(like[i].numel() for i in self._owned(r)) for r in ranks]
+        sent = [blocks[i][block] for block in grid.blocks for i in mine]
+        leaving = [sum(blocks[i][block].numel() for i in mine) for block in grid.blocks]
+        arriving = [sum(like[i].numel() for i in whose.get(r, [])) for r in range(len(grid.layouts))]
         flat = yield from self._all_to_all(sent, leaving, arriving, like[0])
-        order = [i for r in ranks for i in self._owned(r)]
+        order = [i for r in sorted(whose) for i in whose[r]]
         parts = torch.split_with_sizes(flat, [like[i].numel() for i in order])
         pieces = {i: part.view(like[i].shape) for i, part in zip(order, parts, strict=True)}
         return tuple(pieces[i] for i in range(len(like)))
@@ -107,8 +113,12 @@ class Exchange:
             work.wait()
         return table
 
-    def _owned(self, rank: int) -> list[int]:
-        return [i for i, owner in enumerate(self.owners) if owner == rank]
+    def _owned(self) -> dict[int, list[int]]:
+        """Matrices by the rank that owns them."""
+        found: dict[int, list[int]] = {}
+        for i, owner in enumerate(self.owners):
+            found.setdefault(owner, []).append(i)
+        return found
 
     def _shape(self, i: int, rank: int, dim: int | None, counts: Counts) -> tuple[int, ...]:
         shape = list(self.grid.layouts[rank].local_shape)
@@ -133,17 +143,16 @@ class Exchange:
     def _take_apart(self, whole: Tensor, i: int, dim: int | None, counts: Counts) -> dict[tuple[int, int], Tensor]:
         grid, dims = self.grid, self.grid.dims
 
-        def sizes(d: int) -> list[int]:
-            return list(counts[i]) if d == dim else list(grid.sizes(d))
+        def split(x: Tensor, d: int | None) -> tuple[Tensor, ...]:
+            if d is None or x.ndim == 0:
+                return (x,)
+            return torch.split_with_sizes(x, list(counts[i]) if d == dim else list(grid.sizes(d)), dim=d)
 
-        bands = torch.split_with_sizes(whole, sizes(dims.rows), dim=dims.rows) if whole.ndim else (whole,)
-        found: dict[tuple[int, int], Tensor] = {}
-        for row, band in enumerate(bands):
-            parts: tuple[Tensor, ...] = (band,)
-            if dims.columns is not None:
-                parts = torch.split_with_sizes(band, sizes(dims.columns), dim=dims.columns)
-            found.update({(row, column): part for column, part in enumerate(parts)})
-        return found
+        return {
+            (row, column): block
+            for row, band in enumerate(split(whole, dims.rows))
+            for column, block in enumerate(split(band, dims.columns))
+        }
 
     def _all_to_all(
         self, sent: Sequence[Tensor], leaving: list[int], arriving: list[int], like: Tensor
