@@ -70,6 +70,11 @@ class Grid:
             seen[block] = found[-1] + 1
         return tuple(found)
 
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of the piece on every rank."""
+        return tuple(layout.local_shape for layout in self.layouts)
+
     def blocks_along(self, dim: int) -> int:
         """Number of blocks along the rows or the columns."""
         return 1 + max(self.numbers(dim))

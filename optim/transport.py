@@ -121,7 +121,7 @@ class Exchange:
         return found
 
     def _shape(self, i: int, rank: int, dim: int | None, counts: Counts) -> tuple[int, ...]:
-        shape = list(self.grid.layouts[rank].local_shape)
+        shape = list(self.grid.shapes[rank])
         if dim is not None:
             shape[dim] = counts[i][self._block(rank, dim)]
         return tuple(shape)
