@@ -54,7 +54,9 @@ class ScionAlgorithm:
         """Shows every update; an owner assembles those whose norm needs the whole matrix."""
         norm = _norm(options, param.ndim)
         whole = _must_gather(norm, grid) or not (grid.cut(grid.dims.rows) or grid.cut(grid.dims.columns))
-        return ParamFacts(algorithm=self.name, shows_update=True, owner_shows=whole and param.ndim >= 2)
+        # A stack's matrices are whole on the ranks that hold them, and measured there.
+        alone = param.ndim >= 2 and grid.dims.rows == 0
+        return ParamFacts(algorithm=self.name, shows_update=True, owner_shows=whole and alone)
 
     def step(self, work: Work) -> Iterator[None]:
         """Average, find the direction, shrink, move."""

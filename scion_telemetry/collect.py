@@ -16,10 +16,10 @@ from torch import Tensor
 from scion_telemetry.describe import find_momentum, piece_like
 from scion_telemetry.metrics import norms, selection, spectral
 from scion_telemetry.metrics.catalogue import PARTIALS, SELECTION_PARTIALS, Choice, selection_shape
-from scion_telemetry.metrics.pieces import Place, as_matrices
+from scion_telemetry.metrics.pieces import MatrixShape, Place, as_matrices
 from scion_telemetry.metrics.spectral import Krylov
 from scion_telemetry.optim.events import StepEvent
-from scion_telemetry.optim.layout import Layout, local
+from scion_telemetry.optim.layout import Layout, local, split_rows
 from scion_telemetry.plan import Planned
 from scion_telemetry.reduce import Buffers, Schema
 
@@ -37,6 +37,8 @@ class Mine:
         planned: What all ranks agreed.
         place: Where the piece lies.
         held: Matrices of a stack that the piece holds, with their positions in it.
+        slices: Positions of the piece's scores among all that are selected from; None for all of them, in order.
+        tells: The piece tells of its selection. Of pieces of the same slices the first one does.
     """
 
     number: int
@@ -44,18 +46,31 @@ class Mine:
     planned: Planned
     place: Place
     held: Mapping[int, int]
+    slices: Tensor | None
+    tells: bool
 
     @classmethod
     def of(cls, number: int, param: Tensor, planned: Planned) -> "Mine":
         """Read the place from the parameter."""
         layout = Layout.of(param)
         runs = layout.runs(0) if planned.shape.stacked else ((0, 1),)
+        place = Place.of(layout, planned.shape, device=param.device)
+        slices, tells, dim = None, False, planned.spec.select_dim
+        if dim is not None:
+            heads = planned.spec.heads
+            seen = split_rows(layout, heads) if heads > 1 else layout
+            among = Place.of(seen, MatrixShape.of(seen.shape, "hidden"), device=param.device) if heads > 1 else place
+            slices = among.vector_index(dim)
+            other = seen.runs(len(seen.shape) - 3 - dim)
+            tells = bool(other) and other[0][0] == 0
         return cls(
             number=number,
             param=param,
             planned=planned,
-            place=Place.of(layout, planned.shape, device=param.device),
+            place=place,
             held={b: i for i, b in enumerate(b for start, stop in runs for b in range(start, stop))},
+            slices=slices,
+            tells=tells,
         )
 
 
@@ -69,7 +84,7 @@ def make_schema(plan: Sequence[Planned], choice: Choice) -> Schema:
                     if not (name.startswith("sigma") and planned.shape.vector):
                         yield number, quantity, PARTIALS[name], planned.shape
             if planned.spec.select_dim is not None:
-                shape = selection_shape(planned.shape, planned.spec.select_dim)
+                shape = selection_shape(planned.shape, planned.spec.select_dim, planned.spec.heads)
                 for partial in SELECTION_PARTIALS.values():
                     yield number, "selection", partial, shape
 
@@ -132,7 +147,7 @@ class Collector:
         """Take a step event: the selection's history always, everything else when ``buffers`` is given."""
         for i, param in enumerate(event.params):
             mine = self._mine.get(param)
-            if event.selections and mine is not None:
+            if event.selections and mine is not None and mine.tells:
                 self._select(mine, event, i, step, buffers)
             if buffers is not None and param in self._numbers:
                 if mine is not None:
@@ -154,7 +169,7 @@ class Collector:
         history.update(indices, step)
         if buffers is not None:
             signed = selection.signed_scores(scores, indices)
-            buffers.add((mine.number, "selection", "scores"), signed, mine.place.vector_index(chosen.dim))
+            buffers.add((mine.number, "selection", "scores"), signed, mine.slices)
             ages = history.ages()
             buffers.add((mine.number, "selection", "ages"), selection.age_histogram(ages))
             if ages.numel():
@@ -167,9 +182,11 @@ class Collector:
             if chosen.indices.ndim == 1:
                 place = place.select(chosen.dim, chosen.indices)
             else:  # every stacked matrix selects its own rows: spread them over the whole piece
-                spread = torch.zeros(local(mine.param).shape, dtype=direction.dtype, device=direction.device)
+                shape = list(direction.shape)
+                shape[chosen.dim] = chosen.scores.size(-1)
                 index = chosen.indices.unsqueeze(-1 if chosen.dim == -2 else -2).expand(direction.shape)
-                direction = spread.scatter_(chosen.dim, index, direction)
+                direction = direction.new_zeros(shape).scatter_(chosen.dim, index, direction)
+                direction = direction.view(local(mine.param).shape)  # heads are rows again
         matrices = as_matrices(direction, mine.planned.shape)
         self._measure(mine, "update", matrices, place, buffers, scale=abs(event.scale))
         if not mine.planned.spec.owner_shows:

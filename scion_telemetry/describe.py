@@ -136,6 +136,7 @@ def _spec(
         select_dim=shown.select_dim,
         shows_update=shown.shows_update,
         owner_shows=shown.owner_shows,
+        heads=shown.heads,
     )
 
 

@@ -29,6 +29,7 @@ class ParamSpec:
         select_dim: -2 or -1 where the optimizer selects from it.
         shows_update: The optimizer shows its update.
         owner_shows: Some rank assembles the whole direction of its update.
+        heads: Parts of its rows that are selected from each for itself.
     """
 
     info: ParamInfo
@@ -36,6 +37,7 @@ class ParamSpec:
     select_dim: int | None = None
     shows_update: bool = False
     owner_shows: bool = False
+    heads: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -294,7 +294,7 @@ def make_batch(step: int, plan: Sequence[Planned], choice: Choice, host: HostBuf
         if values:
             layers.append(Row(step=step, param=name, values=values))
         if planned.spec.select_dim is not None:
-            shape = selection_shape(planned.shape, planned.spec.select_dim)
+            shape = selection_shape(planned.shape, planned.spec.select_dim, planned.spec.heads)
             if values := finish_selection(Measured(shape=shape, get=get)):
                 selection.append(Row(step=step, param=name, values=values))
     return Batch(step=step, layers=tuple(layers), selection=tuple(selection), scalars=window.read(host.tail))

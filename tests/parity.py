@@ -1,18 +1,19 @@
 """Trains a model under the tracker and computes every row again in float64 on gathered tensors."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from truth import layer_values, worst
 
 from scion_telemetry import Tracker, every
 from scion_telemetry.optim.groups import clean_name
-from scion_telemetry.optim.layout import local
+from scion_telemetry.optim.layout import Layout, index_tensor, local
 from scion_telemetry.rows import Batch, RunInfo
 from scion_telemetry.sinks import MemorySink
 
@@ -62,17 +63,22 @@ def backward(model: nn.Module, step: int, rank: int = 0) -> None:
     nn.functional.cross_entropy(model(tokens), targets).backward()
 
 
-def gathered(piece: Tensor, param: Tensor, rows: bool = False) -> Tensor:
-    """The whole of which every rank has a piece, cut as the parameter is (or as its rows are), in float64."""
+def gathered(piece: Tensor, param: Tensor) -> Tensor:
+    """The whole of which every rank has a piece, cut as the parameter is, in float64."""
     piece = piece.detach().double()
     if not isinstance(param, DTensor):
         return piece
-    shape = param.shape[:1] if rows else param.shape
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(param.shape, device="meta").stride()
     whole = DTensor.from_local(
-        piece, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
-    ).full_tensor()
-    return whole
+        piece, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=stride
+    )
+    # full_tensor() fails where uneven pieces of one dimension lie on two mesh dimensions: put the pieces together.
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (piece, [Layout.of(whole).runs(d) for d in range(whole.ndim)]))
+    full = torch.full(param.shape, torch.nan, dtype=torch.float64)
+    for part, runs in everybody:
+        full[torch.meshgrid(*map(index_tensor, runs), indexing="ij")] = part
+    return full
 
 
 def momentum_of(state: Mapping[str, Any]) -> Tensor | None:
@@ -103,7 +109,8 @@ class Witness:
             if event.selections:
                 chosen = event.selections[i]
                 index = chosen.indices.unsqueeze(-1 if chosen.dim == -2 else -2)
-                update.scatter_(chosen.dim, index.expand(direction.shape), direction)
+                spread = update.view(*direction.shape[:-2], *_shape_of(update, direction))
+                spread.scatter_(chosen.dim, index.expand(direction.shape), direction)
                 self.chosen[param] = (chosen.dim, chosen.scores.clone(), chosen.indices.clone())
             else:
                 update += direction
@@ -128,7 +135,14 @@ class SelectionTruth:
         self.before: dict[str, set[int]] = {}
 
     def values(self, name: str, scores: Tensor, selected: set[int], step: int) -> dict[str, float]:
-        r, n, k = sorted(scores.tolist()), scores.numel(), len(selected)
+        """``scores`` is ``[B, n]``, ``selected`` are positions in it when flat."""
+        n, k = scores.numel(), len(selected)
+        matrices = [sorted(row) for row in scores.tolist()]
+        chosen = [sum(scores[b, i].item() for b, i in _places(selected, scores) if b == m) for m in range(len(scores))]
+
+        def mean(values: Iterable[float]) -> float:
+            return sum(values) / len(matrices)
+
         last = self.last.setdefault(name, [0] * n)
         for i in selected:
             last[i] = step
@@ -136,10 +150,12 @@ class SelectionTruth:
         found = {
             "k": k,
             "fraction": k / n,
-            "captured_mass": sum(scores[i].item() for i in selected) / sum(r),
-            "gini": sum((2 * i - n - 1) * x for i, x in enumerate(r, 1)) / (n * sum(r)),
-            "participation_ratio": sum(r) ** 2 / (n * sum(x * x for x in r)),
-            "threshold": min(scores[i].item() for i in selected),
+            "captured_mass": mean(part / sum(r) for part, r in zip(chosen, matrices, strict=True)),
+            "gini": mean(
+                sum((2 * i - len(r) - 1) * x for i, x in enumerate(r, 1)) / (len(r) * sum(r)) for r in matrices
+            ),
+            "participation_ratio": mean(sum(r) ** 2 / (len(r) * sum(x * x for x in r)) for r in matrices),
+            "threshold": min(scores.flatten()[i].item() for i in selected),
             "age_p50": ages[math.ceil(n / 2) - 1],
             "age_p99": ages[math.ceil(0.99 * n) - 1],
             "age_max": ages[-1],
@@ -215,9 +231,31 @@ def _gather(
         return whole, None
     dim, scores, indices = witness.chosen[param]
     flags = torch.zeros_like(scores).scatter_(-1, indices, 1.0)
-    if dim == -2:
-        scores, flags = gathered(scores, param, rows=True), gathered(flags, param, rows=True)
-    return whole, (scores.double(), {i for i, flag in enumerate(flags.tolist()) if flag})
+    scores, flags = (_all_scores(t, dim, param) for t in (scores, flags))
+    return whole, (scores, {i for i, flag in enumerate(flags.flatten().tolist()) if flag})
+
+
+def _all_scores(scores: Tensor, dim: int, param: Tensor) -> Tensor:
+    """``[B, n]`` of a rank's scores: written over all entries of its piece, gathered as the parameter is."""
+    mine = local(param)
+    height = mine.size(-2) // scores.size(0) if scores.ndim == 2 and mine.ndim == 2 else mine.size(-2)  # heads
+    piece = scores.unsqueeze(-1 if dim == -2 else -2).expand(*scores.shape[:-1], height, mine.size(-1))
+    heads = param.size(-2) // height if scores.ndim == 2 and param.ndim == 2 else 1
+    whole = gathered(piece.reshape(mine.shape), param)
+    if heads > 1:
+        whole = whole.view(heads, -1, param.size(-1))
+    whole = whole.select(-1 if dim == -2 else -2, 0)
+    return whole if whole.ndim == 2 else whole.unsqueeze(0)
+
+
+def _places(selected: set[int], scores: Tensor) -> list[tuple[int, int]]:
+    return [divmod(i, scores.size(1)) for i in sorted(selected)]
+
+
+def _shape_of(update: Tensor, direction: Tensor) -> tuple[int, int]:
+    """Rows and columns of the matrices that a direction belongs to: of a stack of heads fewer rows."""
+    stack = math.prod(direction.shape[:-2])
+    return (math.prod(update.shape[:-1]) // stack if stack else 0), update.size(-1)
 
 
 def _role(name: str, param: Tensor) -> str:

@@ -16,15 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from scion_telemetry.optim import Dion2, Layout, Scion
-from scion_telemetry.optim.layout import (
-    index_tensor,
-    length,
-    local,
-    require_supported,
-    row_counts,
-    row_group,
-    take_piece,
-)
+from scion_telemetry.optim.layout import index_tensor, length, local, split_rows, take_piece
 from scion_telemetry.testing import run_threads
 
 MESHES = [(2,), (4,), (8,), (2, 2), (4, 2), (2, 4), (2, 2, 2)]
@@ -124,36 +116,21 @@ def test_fsdp_over_tensor_parallelism(hidden: int, tp: int, dp: int) -> None:
         _check_each_seen_from_each([checked[i] for _, checked in results])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_row_counts_are_the_rows_of_every_rank(world: int) -> None:
-    def rank_function(rank: int, size: int) -> list[tuple[list[int], int]]:
-        mesh = init_device_mesh("cpu", (size,))
-        pieces = [distribute_tensor(torch.zeros(n, 2), mesh, [Shard(0)], src_data_rank=None) for n in (0, 1, 5, 7, 8)]
-        return [(row_counts(Layout.of(p)), p.to_local().shape[0]) for p in pieces]
-
-    results = run_threads(rank_function, world)
-    for i in range(5):
-        actual = [rows for _, rows in (r[i] for r in results)]
-        assert all(r[i][0] == actual for r in results)
-
-
 def test_mesh_dimensions_of_one_rank_cut_nothing() -> None:
-    def rank_function(rank: int, world: int) -> tuple[list[int], frozenset[int], int | None]:
+    def rank_function(rank: int, world: int) -> tuple[tuple[int, ...], frozenset[int]]:
         mesh = init_device_mesh("cpu", (1, world, 1))
         placements = [Shard(0), Shard(0), Shard(1)]
         layout = Layout.of(distribute_tensor(torch.zeros(5, 2), mesh, placements, src_data_rank=None))
-        found = row_group(layout)
-        return row_counts(layout), layout.sharded_dims, found and found[1]
+        return layout.local_shape, layout.sharded_dims
 
-    assert run_threads(rank_function, 2) == [([3, 2], frozenset({0}), 0), ([3, 2], frozenset({0}), 1)]
+    assert run_threads(rank_function, 2, timeout=20) == [((3, 2), frozenset({0})), ((2, 2), frozenset({0}))]
 
 
 def test_a_plain_tensor_is_whole() -> None:
     x = torch.arange(6.0).view(2, 3)
     layout = Layout.of(x)
     assert (layout.local_shape, layout.sharded_dims, layout.describe()) == ((2, 3), frozenset(), "whole")
-    assert row_counts(layout) == [2]
-    assert row_counts(Layout.of(torch.tensor(1.0))) == [1]
+    assert Layout.of(torch.tensor(1.0)).local_shape == ()
     assert local(x) is x
     assert take_piece(x, layout) is x
 
@@ -220,38 +197,47 @@ def test_another_order_of_parameters_on_one_rank_is_refused_by_name() -> None:
     run_threads(rank_function, 2)
 
 
-REFUSED: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]] = [
-    ((8, 6), (2,), (Shard(1),)),
-    ((8, 6), (2, 2), (Shard(0), Shard(1))),
-    ((8, 6), (2, 2), (Shard(0), Shard(0))),
-    ((4, 6, 3, 3), (2,), (Shard(1),)),
-]
+@st.composite
+def _heads(draw: Any) -> tuple[int, int, tuple[int, ...], tuple[Placement, ...]]:
+    mesh_shape = draw(st.sampled_from([(2,), (4,), (2, 2)]))
+    placement = st.sampled_from([Replicate(), Shard(0), Shard(1)])
+    return draw(st.integers(1, 8)), draw(st.integers(1, 3)), mesh_shape, tuple(draw(placement) for _ in mesh_shape)
 
 
-@pytest.mark.parametrize(("shape", "mesh_shape", "placements"), REFUSED)
-def test_layouts_that_cannot_be_stepped_are_refused_by_name(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(_heads())
+def test_heads_are_split_where_every_piece_has_whole_ones(
+    case: tuple[int, int, tuple[int, ...], tuple[Placement, ...]],
 ) -> None:
-    def rank_function(rank: int, world: int) -> None:
+    """``[heads·h, d]`` seen as ``[heads, h, d]``: the same entries on every rank, or a refusal on all of them."""
+    heads, height, mesh_shape, placements = case
+    full = torch.arange(heads * height * 3, dtype=torch.float32).view(heads * height, 3)
+
+    def rank_function(rank: int, world: int) -> tuple[list[int], Tensor | None, Tensor]:
         mesh = init_device_mesh("cpu", mesh_shape)
-        param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None))
-        with pytest.raises(ValueError, match=r"'layers\.3\.wq'.*Shard.*do not step.*fully_shard"):
-            require_supported(Layout.of(param), "layers.3.wq")
-        with pytest.raises(ValueError, match=r"'layers\.3\.wq'"):
-            Scion([("layers.3.wq", param)])
+        tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
+        layout = Layout.of(tensor)
+        try:
+            split = split_rows(layout, heads)
+        except ValueError as error:
+            assert "cuts heads" in str(error)  # noqa: PT017
+            return list(index_tensor(layout.runs(0))), None, tensor.to_local()
+        piece = take_piece(full.view(heads, height, 3), split)
+        torch.testing.assert_close(tensor.to_local().view(split.local_shape), piece, atol=0, rtol=0)
+        return list(index_tensor(layout.runs(0))), piece, tensor.to_local()
 
-    run_threads(rank_function, math.prod(mesh_shape))
+    results = run_threads(rank_function, math.prod(mesh_shape), timeout=20)
+    # A piece that starts or ends inside a head cuts it.
+    whole = all({r // height for r in rows} == {r // height for r in rows if rows.count(r)} for rows, _, _ in results)
+    for rows, piece, _ in results:
+        per_head = [sum(int(r) // height == h for r in rows) for h in range(heads)]
+        whole = whole and all(n in (0, height) for n in per_head)
+        if piece is not None:
+            assert all(n in (0, height) for n in per_head)
+    if not whole:
+        assert all(piece is None for _, piece, _ in results)
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "placements"),
-    [((2,), (Shard(0),)), ((2,), (Replicate(),)), ((2, 2), (Replicate(), Shard(0))), ((2, 1), (Shard(0), Shard(1)))],
-)
-def test_layouts_that_can_be_stepped_are_not_refused(
-    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
-) -> None:
-    def rank_function(rank: int, world: int) -> None:
-        mesh = init_device_mesh("cpu", mesh_shape)
-        require_supported(Layout.of(distribute_tensor(torch.zeros(3, 2), mesh, placements, src_data_rank=None)), "w")
-
-    run_threads(rank_function, math.prod(mesh_shape))
+def test_heads_that_do_not_divide_the_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 rows are no multiple of 2 heads"):
+        split_rows(Layout.of(torch.zeros(7, 3)), 2)

@@ -64,6 +64,22 @@ def scion(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return Scion(group_params(model), lr=0.02, momentum=0.1, **options)
 
 
+def dion2_heads(model: nn.Module) -> torch.optim.Optimizer:
+    return Dion2(group_params(model, overrides={r"^up$": {"num_heads": 2}}), lr=0.02, fraction=0.5)
+
+
+def by_kind(model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    """Matrices and experts by the optimizer's own rule, everything else by Scion's geometries."""
+    groups: dict[str, list[Any]] = {}
+    for name, p in model.named_parameters():
+        role = "vector" if p.ndim < 2 else "expert" if p.ndim == 3 else "hidden"
+        role = {"conv": "conv", "line": "conv", "embe": "embedding"}.get(name[:4], role)
+        groups.setdefault(role, []).append((name, p))
+    other = {} if kind is Scion else {"algorithm": "scion"}
+    own = {role: other if role in ("conv", "vector") else {} for role in groups}
+    return kind([{"params": ps, "role": role, **own[role]} for role, ps in groups.items()], lr=0.02, **options)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
 
@@ -76,7 +92,11 @@ OPTIMIZERS = {
     "Dion2": dion2,
     "Dion2 global": dion2_global,
     "Dion2 + AdamW": dion2_with_adamw,
+    "Dion2 heads": dion2_heads,
+    "Dion2 rows": lambda model: by_kind(model, Dion2, fraction=0.4, select_dim="rows"),
+    "Dion2 columns": lambda model: by_kind(model, Dion2, fraction=0.4, select_dim="cols"),
     "Scion": scion,
+    "Scion by kind": lambda model: by_kind(model, Scion, momentum=0.1),
     "AdamW": adamw,
     "SGD": sgd,
 }
@@ -167,7 +187,7 @@ def test_ddp_that_shares_the_work(name: str, world: int, table: list[str]) -> No
     note(table, "DDP, work shared", name, world, found[0])
 
 
-# ---------------------------------------------------------------------- layouts that other optimizers step
+# ---------------------------------------------------------------------- matrices cut along both sides
 
 
 TENSOR_PARALLEL = {"up": ColwiseParallel(), "mid": RowwiseParallel()}
@@ -179,7 +199,7 @@ def tensor_parallel(rank: int, world: int, make: OptimizerOf) -> Found:
     return compare(model, make(model), lambda s: backward(model, s), rank=rank)
 
 
-@pytest.mark.parametrize(("name", "world"), [("AdamW", 2), ("SGD", 4)])
+@pytest.mark.parametrize(("name", "world"), [("AdamW", 2), ("SGD", 4), ("Scion", 2), ("Dion2", 4), ("Dion2 heads", 2)])
 def test_tensor_parallel(name: str, world: int, table: list[str]) -> None:
     found = run_forked(lambda r, w: tensor_parallel(r, w, OPTIMIZERS[name]), world, timeout=30)
     note(table, "TP, column- and row-wise", name, world, found[0])
@@ -194,9 +214,10 @@ def two_dimensional(rank: int, world: int, make: OptimizerOf) -> Found:
     return compare(model, make(model), lambda s: backward(model, s, rank // 2), rank=rank)
 
 
-def test_fsdp2_over_tensor_parallel(table: list[str]) -> None:
-    found = run_forked(lambda r, w: two_dimensional(r, w, adamw), 4, timeout=30)
-    note(table, "FSDP2 over TP 2x2", "AdamW", 4, found[0])
+@pytest.mark.parametrize("name", ["AdamW", "Scion", "Dion2", "Dion2 global"])
+def test_fsdp2_over_tensor_parallel(name: str, table: list[str]) -> None:
+    found = run_forked(lambda r, w: two_dimensional(r, w, OPTIMIZERS[name]), 4, timeout=30)
+    note(table, "FSDP2 over TP 2x2", name, 4, found[0])
 
 
 PLACED: dict[str, tuple[tuple[int, ...], str, list[Any], list[Any]]] = {
@@ -221,14 +242,15 @@ PLACED: dict[str, tuple[tuple[int, ...], str, list[Any], list[Any]]] = {
 class Placed(nn.Module):
     """Parameters of every shape and placement; a list, so that names sort nothing."""
 
-    def __init__(self, mesh: Any, column: int) -> None:
+    def __init__(self, mesh: Any, column: int, *, kernels_cut: bool) -> None:
         super().__init__()
         self.mesh = mesh
         self.conv = nn.Conv2d(5, 6, 3, bias=False)
         self.line = nn.Conv1d(1, 6, 3, bias=False)
         self.placements = {name: spec[column] for name, spec in PLACED.items()}
         self.placements["conv"] = [Shard(1)] if mesh.ndim == 1 else [Shard(0), Shard(1)]
-        self.placements["line"] = [Shard(0)] if mesh.ndim == 1 else [Shard(2), Shard(0)]
+        second = Shard(2) if kernels_cut else Replicate()
+        self.placements["line"] = [Shard(0)] if mesh.ndim == 1 else [second, Shard(0)]
         for name, (shape, *_) in PLACED.items():
             self.register_parameter(name, nn.Parameter(self.place(name, torch.Size(shape), 0)))
         for name in ("conv", "line"):
@@ -245,14 +267,27 @@ class Placed(nn.Module):
             p.grad = self.place(name.removesuffix(".weight"), p.shape, step)
 
 
-def placed(rank: int, world: int, shape: tuple[int, ...], make: OptimizerOf) -> Found:
-    model = Placed(init_device_mesh("cpu", shape), 1 + len(shape))
+def placed(rank: int, world: int, shape: tuple[int, ...], name: str) -> Found:
+    make = OPTIMIZERS[name]
+    model = Placed(init_device_mesh("cpu", shape), 1 + len(shape), kernels_cut=name in ("AdamW", "SGD"))
     roles = {name: spec[1] for name, spec in PLACED.items()} | {"conv": "conv", "line": "conv"}
     return compare(model, make(model), model.backward, rank=rank, roles=roles, steps=2)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("AdamW", (4,)), ("SGD", (2, 2)), ("SGD", (2,))], ids=str)
+SPECTRAL = ("Scion by kind", "Dion2 rows", "Dion2 columns")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("AdamW", (4,)),
+        ("SGD", (2, 2)),
+        ("SGD", (2,)),
+        *((name, shape) for name in SPECTRAL for shape in ((4,), (2, 2))),
+    ],
+    ids=str,
+)
 def test_every_placement(name: str, shape: tuple[int, ...], table: list[str]) -> None:
     world = math.prod(shape)
-    found = run_forked(lambda r, w: placed(r, w, shape, OPTIMIZERS[name]), world, timeout=60)
+    found = run_forked(lambda r, w: placed(r, w, shape, name), world, timeout=60)
     note(table, f"columns, blocks, experts, {shape}", name, world, found[0])

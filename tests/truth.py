@@ -59,7 +59,7 @@ def worst(row: Mapping[str, float], truth: Mapping[str, float], *, sigma: float 
     The row must have exactly the columns of ``truth`` and, beside each σ₁, its upper bound.
     """
     upper = {f"{name}_upper" for name in truth if name.endswith("_spectral")}
-    assert set(row) == set(truth) | upper
+    assert set(row) == set(truth) | upper, set(row) ^ (set(truth) | upper)
     errors = [0.0]
     for name, expected in truth.items():
         got = row[name]

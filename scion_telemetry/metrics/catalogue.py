@@ -362,9 +362,10 @@ def choose(metrics: str | Sequence[str] = "basic") -> Choice:
     return Choice(columns=columns, partials=partials)
 
 
-def selection_shape(shape: MatrixShape, dim: int) -> MatrixShape:
-    """The scores of a selection as a shape: B vectors of m (``dim=-2``) or n (``dim=-1``) scores."""
-    return MatrixShape(batch=shape.batch, rows=shape.rows if dim == -2 else shape.columns, columns=1)
+def selection_shape(shape: MatrixShape, dim: int, heads: int = 1) -> MatrixShape:
+    """The scores of a selection as a shape: for every matrix or head m (``dim=-2``) or n (``dim=-1``) scores."""
+    rows = shape.rows // heads if dim == -2 else shape.columns
+    return MatrixShape(batch=shape.batch * heads, rows=rows, columns=1)
 
 
 def finish(choice: Choice, measured: Measured) -> dict[str, float]:
