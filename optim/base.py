@@ -19,7 +19,7 @@ from .events import Observer, ParamFacts, StepEvent
 from .grid import Dims, Grid, require_supported, shared_coordinates
 from .layout import Layout
 from .options import check_options
-from .transport import Exchange, assign_owners, pipeline, require_agreement
+from .transport import Exchange, assign_owners, held_elsewhere, pipeline, require_agreement
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -31,6 +31,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         algorithms: The rules that groups may name.
         process_group: Ranks that hold replicas of the plain parameters and share the work on them (DDP). None: every
             rank works for itself. Sharded parameters bring their own mesh.
+        agree_on_gradients: Ask at every step, in one small all-reduce a group of ranks, which shared parameters have a
+            gradient somewhere; a rank without one takes zeros. Needed where ranks lack different gradients (data
+            decides what a rank runs): without it a step would wait for ever there.
     """
 
     def __init__(
@@ -40,7 +43,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         *,
         algorithms: Sequence[Algorithm],
         process_group: dist.ProcessGroup | None = None,
+        agree_on_gradients: bool = False,
     ) -> None:
+        self._agree = agree_on_gradients
         self._algorithms = {a.name: a for a in algorithms}
         self._process_group = process_group
         self._observers: OrderedDict[int, Observer] = OrderedDict()
@@ -187,13 +192,16 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _tasks(self) -> Iterator[Iterator[None]]:
         notify = self._notify if self._observers else None
+        shared = [(grid.group, param) for param, grid in self._grids.items() if grid.group is not None]
+        zeros = held_elsewhere(shared) if self._agree else set()
         for group in self.param_groups:
             algorithm = self._algorithm(group)
             alike: dict[tuple[object, ...], list[Tensor]] = {}
             for param in group["params"]:
-                if param.grad is not None and param.numel() and _on_mesh(param):
+                if (param.grad is not None or param in zeros) and param.numel() and _on_mesh(param):
                     # By grid, because equal layouts may lie on different meshes.
-                    key = (tuple(param.shape), param.dtype, param.grad.dtype, self._grids[param])
+                    dtype = param.dtype if param.grad is None else param.grad.dtype
+                    key = (tuple(param.shape), param.dtype, dtype, self._grids[param])
                     alike.setdefault(key, []).append(param)
             for params in alike.values():
                 grid = self._grids[params[0]]
@@ -211,6 +219,17 @@ class SpectralOptimizer(torch.optim.Optimizer):
                         notify=notify,
                     )
                 )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore; every tensor keeps the dtype it was saved in (torch would cast it to that of its parameter)."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            for name, saved in state_dict["state"].get(number, {}).items():
+                found = self.state[param][name]
+                if isinstance(saved, Tensor) and found.dtype != saved.dtype:
+                    self.state[param][name] = saved.to(found.device, copy=True)
 
     def _notify(self, event: StepEvent) -> None:
         for observer in self._observers.values():
@@ -240,7 +259,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # checkpoints may be older than an option; torch's tools drop empty dicts
             self._complete(group)
         if not hasattr(self, "_observers"):
-            self._process_group = None
+            self._process_group, self._agree = None, False
             self._observers = OrderedDict()
             self._grids, self._alike, self._groups, self._owners, self._loads = {}, {}, {}, {}, {}
             for group in self.param_groups:
@@ -269,7 +288,8 @@ def _on_mesh(param: Tensor) -> bool:
 
 
 def _local_grad(param: Tensor, layout: Layout) -> Tensor:
-    assert param.grad is not None
+    if param.grad is None:
+        return torch.zeros_like(piece(param, layout))
     if param.grad.layout != torch.strided:
         raise ValueError(
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({param.grad.layout}); only dense "

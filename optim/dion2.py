@@ -164,6 +164,7 @@ class Dion2(SpectralOptimizer):
         momentum_dtype: Of the momentum, as dtype or name; None: that of the parameter.
         num_heads: The rows of every matrix are so many heads, each selected from and orthonormalised for itself.
         momentum: Of Scion groups: one minus β, in (0, 1].
+        agree_on_gradients: Where ranks may lack different gradients, agree on them in every step.
 
     Raises:
         ValueError: For a value out of range or a parameter that cannot be stepped.
@@ -190,6 +191,7 @@ class Dion2(SpectralOptimizer):
         momentum_dtype: torch.dtype | str | None = None,
         num_heads: int | None = None,
         momentum: float = 0.05,
+        agree_on_gradients: bool = False,
     ) -> None:
         defaults = {
             "algorithm": "dion2",
@@ -209,7 +211,13 @@ class Dion2(SpectralOptimizer):
             "momentum": momentum,
         }
         algorithms = (self._rule(), AdamWAlgorithm(), LionAlgorithm(), ScionAlgorithm())
-        super().__init__(params, defaults, algorithms=algorithms, process_group=replicas(distributed_mesh))
+        super().__init__(
+            params,
+            defaults,
+            algorithms=algorithms,
+            process_group=replicas(distributed_mesh),
+            agree_on_gradients=agree_on_gradients,
+        )
 
     def _rule(self) -> Dion2Algorithm:
         return Dion2Algorithm()

@@ -138,6 +138,7 @@ class Scion(SpectralOptimizer):
             ``unconstrained=True, lr=γ, weight_decay=λ``.
         nesterov: Use (1-m) buf + m g, with buf already updated, for the direction.
         process_group: Replicas of plain parameters that share the work (DDP); None: every rank works for itself.
+        agree_on_gradients: Where ranks may lack different gradients, agree on them in every step.
 
     Raises:
         ValueError: For a value out of range, an unknown norm, or a parameter that cannot be stepped.
@@ -160,6 +161,7 @@ class Scion(SpectralOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        agree_on_gradients: bool = False,
     ) -> None:
         defaults = {
             "algorithm": "scion",
@@ -172,7 +174,13 @@ class Scion(SpectralOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, algorithms=(self._algorithm_class(),), process_group=process_group)
+        super().__init__(
+            params,
+            defaults,
+            algorithms=(self._algorithm_class(),),
+            process_group=process_group,
+            agree_on_gradients=agree_on_gradients,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that names its ``norm`` does not inherit the ``norm_kwargs`` of the default norm."""

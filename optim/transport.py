@@ -210,6 +210,17 @@ def require_agreement(shared: Sequence[tuple[dist.ProcessGroup, str, tuple[int, 
                 )
 
 
+def held_elsewhere(shared: Sequence[tuple[dist.ProcessGroup, Tensor]]) -> set[Tensor]:
+    """Parameters without a gradient here that have one on another rank of their group: one small all-reduce a group."""
+    found: set[Tensor] = set()
+    for group in dict.fromkeys(group for group, _ in shared):
+        params = [param for g, param in shared if g is group]
+        present = torch.tensor([p.grad is not None for p in params], dtype=torch.int32, device=params[0].device)
+        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+        found.update(p for p, any_rank in zip(params, present.tolist(), strict=True) if any_rank and p.grad is None)
+    return found
+
+
 def assign_owners(costs: Sequence[float], loads: list[float]) -> tuple[int, ...]:
     """Give each matrix to the rank with the least work so far, the dearest first; ``loads`` is updated in place.
 
