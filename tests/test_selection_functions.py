@@ -80,11 +80,41 @@ def test_top_k_against_a_sorted_list(rows: list[list[int]], k: int) -> None:
     assert top_k(torch.tensor(rows, dtype=torch.float32), k).tolist() == expected
 
 
-def test_the_shorter_side_is_selected_unless_rows_are_sharded() -> None:
-    assert selection_dim(4, 8, rows_sharded=False) == -2
-    assert selection_dim(8, 8, rows_sharded=False) == -2
-    assert selection_dim(8, 4, rows_sharded=False) == -1
-    assert selection_dim(8, 4, rows_sharded=True) == -2
+@pytest.mark.parametrize(
+    ("rows", "columns", "rows_cut", "columns_cut", "dim"),
+    [
+        (4, 8, False, False, -2),
+        (8, 8, False, False, -2),
+        (8, 4, False, False, -1),
+        (8, 4, True, False, -2),
+        (4, 8, True, False, -2),
+        (4, 8, False, True, -1),
+        (8, 8, False, True, -1),
+        (8, 4, False, True, -1),
+        (4, 8, True, True, -2),
+        (8, 8, True, True, -2),
+        (8, 4, True, True, -1),
+    ],
+)
+def test_the_side_that_is_cut_is_selected_or_else_the_shorter_one(
+    rows: int, columns: int, rows_cut: bool, columns_cut: bool, dim: int
+) -> None:
+    assert selection_dim(rows, columns, rows_cut=rows_cut, columns_cut=columns_cut) == dim
+
+
+@pytest.mark.parametrize("choice", ["rows", "cols"])
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
+def test_the_side_that_the_user_names_is_selected(choice: str, shape: tuple[int, int]) -> None:
+    param = torch.nn.Parameter(torch.zeros(shape))
+    param.grad = torch.arange(1.0, 25.0).view(shape)
+    optimizer = Dion2([param], fraction=0.5, weight_decay=0.0, select_dim=choice)
+    optimizer.step()
+    moved = param.detach() != 0
+    assert optimizer.facts(param).select_dim == (-2 if choice == "rows" else -1)
+    lines = moved.any(1) if choice == "rows" else moved.any(0)
+    assert lines.tolist() == [i >= len(lines) - len(lines) // 2 for i in range(len(lines))]  # the largest
+    with pytest.raises(ValueError, match="select_dim must be 'auto' or 'rows' or 'cols', got 'columns'"):
+        Dion2([param], select_dim="columns")
 
 
 @pytest.mark.parametrize("dim", [-2, -1])
