@@ -60,6 +60,10 @@ class Algorithm(Protocol):
     def checks(self) -> Mapping[str, Check]:
         """For each option a predicate and the text of what it allows."""
 
+    @property
+    def own(self) -> frozenset[str]:
+        """Options whose default is not that of an optimizer which has this rule beside its main one."""
+
     def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """Refuse a parameter it cannot step (ValueError); else its state, complete before the first step."""
 

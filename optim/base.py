@@ -81,8 +81,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise
 
     def _complete(self, group: dict[str, Any]) -> None:
-        for option, default in self._algorithm(group).defaults.items():
-            value = self.defaults.get(option, default)
+        algorithm = self._algorithm(group)
+        foreign = frozenset() if algorithm.name == self.defaults["algorithm"] else algorithm.own
+        for option, default in algorithm.defaults.items():
+            value = default if option in foreign else self.defaults.get(option, default)
             group.setdefault(option, dict(value) if isinstance(value, Mapping) else value)
 
     def _algorithm(self, group: Mapping[str, Any]) -> Algorithm:

@@ -27,6 +27,7 @@ class Dion2Algorithm:
     """The rule of Dion2; ``algorithm="dion2"`` in a parameter group."""
 
     name = "dion2"
+    own: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = {
         "lr": 0.01,
         "fraction": 0.25,

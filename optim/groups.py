@@ -22,6 +22,7 @@ ROLES: Mapping[str, Options] = {
 }
 """What each role is stepped with; the empty ones by the optimizer's own rule."""
 
+_NEVER_ORTHOGONAL = frozenset({"embedding", "head", "tied"})
 _HEAD_NAMES = frozenset({"lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier"})
 _TABLE_NAME = re.compile(r"(^|[._])(pos([._]|emb|$)|position|wpe|wte|embed)", re.IGNORECASE)
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"})
@@ -68,7 +69,8 @@ def group_params(
         model: The model, sharded or not.
         roles: Options to add or replace by role: ``{"embedding": {"scale": 8.0}}``.
         overrides: Options to add or replace by regular expression on the parameter's name, with or without its
-            ``.weight``; of several patterns the first that matches wins. ``role`` may be overridden too.
+            ``.weight``; of several patterns the first that matches wins. ``role`` may be overridden too, and
+            ``algorithm``, which then starts from its own defaults.
 
     Raises:
         ValueError: For an unknown role, a pattern that decides nothing, or a model without trainable parameters.
@@ -87,7 +89,13 @@ def group_params(
         unused.discard(pattern or "")
         own = dict(overrides[pattern]) if pattern is not None else {}
         role = own.pop("role", found[param])
-        options = {**ROLES[role], **roles.get(role, {}), **own}
+        options = _options(role, {**roles.get(role, {}), **own})
+        if found[param] in _NEVER_ORTHOGONAL and _orthogonalised(options):
+            logger.warning(
+                "%r is %s %s by type and name, and would be orthogonalised; its rows are then pulled to equal lengths",
+                clean_name(name),
+                found[param],
+            )
         group = groups.setdefault(repr((role, sorted(options.items()))), {"params": [], "role": role, **options})
         group["params"].append((clean_name(name), param))
     if unused:
@@ -101,6 +109,18 @@ def group_params(
     if not any(g["role"] in ("hidden", "expert", "conv") for g in groups.values()):
         logger.warning("no hidden matrix found: nothing will be orthogonalised (are the weights flattened to 1-D?)")
     return ParamGroups(groups.values())
+
+
+def _options(role: str, chosen: Options) -> dict[str, Any]:
+    """Options of a role with those that were chosen; another algorithm takes none of the role's own."""
+    own = ROLES[role]
+    same = chosen.get("algorithm", own.get("algorithm")) == own.get("algorithm")
+    return {**(own if same else {}), **chosen}
+
+
+def _orthogonalised(options: Options) -> bool:
+    algorithm, norm = options.get("algorithm"), options.get("norm", "Auto")
+    return algorithm in (None, "dion2", "scion") and norm in ("Auto", "Spectral", "spectral", "image_spectral")
 
 
 def infer_roles(model: nn.Module) -> dict[Tensor, str]:

@@ -35,6 +35,7 @@ class AdamWAlgorithm:
     name = "adamw"
     defaults = _DEFAULTS
     checks = _CHECKS
+    own: frozenset[str] = frozenset()
 
     def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """First and second moment, and a float32 step counter (a bfloat16 one would stop at 256)."""
@@ -83,6 +84,7 @@ class LionAlgorithm:
     name = "lion"
     defaults = _DEFAULTS
     checks = _CHECKS
+    own: frozenset[str] = frozenset()
 
     def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """The momentum."""

@@ -30,6 +30,7 @@ class ScionAlgorithm:
         "weight_decay": 0.0,
         "nesterov": False,
     }
+    own = frozenset({"weight_decay"})  # Dion2's is meant for matrices that nothing else keeps small
     checks: Mapping[str, Check] = {
         "lr": NOT_NEGATIVE,
         "momentum": UNIT_INTERVAL,

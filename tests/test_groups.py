@@ -270,3 +270,25 @@ def test_step_with_a_layer_scale_is_that_of_a_vector() -> None:
     Dion2([group]).step()
     expected = 1 - 0.1 * gradient / gradient.square().mean().sqrt()
     torch.testing.assert_close(gain.detach(), expected, atol=1e-5, rtol=0)
+
+
+def test_another_algorithm_takes_none_of_the_options_of_the_role() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.Linear(5, 9))
+    groups = group_params(
+        model, roles={"embedding": {"algorithm": "adamw", "lr": 0.1}}, overrides={"^2$": {"norm": "Sign"}}
+    )
+    by_role = {g["role"]: {k: v for k, v in g.items() if k not in ("params", "role")} for g in groups}
+    assert by_role["embedding"] == {"algorithm": "adamw", "lr": 0.1}
+    assert by_role["head"] == {"algorithm": "scion", "norm": "Sign", "unconstrained": True}
+    Dion2(groups)
+
+
+@pytest.mark.parametrize("choice", [{"role": "hidden"}, {"norm": "Spectral"}, {"algorithm": "dion2"}])
+def test_an_embedding_that_would_be_orthogonalised_is_named(
+    choice: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.Linear(5, 9))
+    group_params(model)
+    assert not caplog.records
+    group_params(model, overrides={"^0$": choice})
+    assert "'0' is an embedding" in caplog.text
