@@ -125,15 +125,15 @@ def test_a_directory_that_holds_another_run(tmp_path: Path) -> None:
 def test_a_placement_that_the_optimizers_do_not_step() -> None:
     def run(rank: int, world: int) -> str:
         mesh = init_device_mesh("cpu", (world,))
-        model = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)]))})
+        kernel = distribute_tensor(torch.ones(4, 6, 3, 2), mesh, [Shard(3)])
         with pytest.raises(ValueError, match="'w'") as found:
-            Dion2(model.named_parameters())
+            Dion2([{"params": [("w", nn.Parameter(kernel))], "algorithm": "scion"}])
         return str(found.value)
 
     for message in run_threads(run, 2, timeout=20):
-        assert "Shard(1) x2" in message
-        assert "supported are" in message
-        assert "fully_shard" in message
+        assert "Shard(3) x2" in message
+        assert "cuts dimension 3" in message
+        assert "supported are cuts along rows, columns and stacked matrices, dimensions 0 to 1" in message
 
 
 def test_what_was_refused_leaves_nothing_behind() -> None:

@@ -118,13 +118,28 @@ def _scion(model: nn.Module) -> Scion:
 def _dion2(model: nn.Module) -> Dion2:
     exact = {"norm_kwargs": {"orthogonalizer": EXACT}}
     groups = group_params(model, roles={"conv": exact})
-    return Dion2(groups, lr=0.1, fraction=0.5, selection_scope="global", newton_schulz_func=EXACT)
+    return Dion2(groups, lr=0.1, fraction=0.5, selection_scope="global", select_dim="rows", newton_schulz_func=EXACT)
 
 
-@pytest.mark.parametrize(("make", "experts"), [(_scion, False), (_scion, True), (_dion2, False)])
-@pytest.mark.parametrize("world", [2, 4])
-def test_convolutions_gains_tokens_and_stacks_under_fully_shard(
-    make: Callable[[nn.Module], torch.optim.Optimizer], experts: bool, world: int
+def _shard_(model: nn.Module, how: str, world: int, *, experts_along: int = 1) -> None:
+    """Shard a model as FSDP2 does, with replicas, or along the second dimension of whatever has two."""
+    if how == "columns":
+        mesh = init_device_mesh("cpu", (world,))
+        for module in model.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                where = [Shard(experts_along if name == "experts" else min(1, p.ndim - 1))]
+                setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, where, src_data_rank=None)))
+    elif how == "replicas":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+
+
+@pytest.mark.parametrize("make", [_scion, _dion2])
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(("how", "world"), [("rows", 2), ("rows", 4), ("replicas", 4), ("columns", 2), ("columns", 4)])
+def test_convolutions_gains_tokens_and_stacks_however_they_are_cut(
+    make: Callable[[nn.Module], torch.optim.Optimizer], experts: bool, how: str, world: int
 ) -> None:
     def train(model: nn.Module, sharded: bool) -> dict[str, Tensor]:
         optimizer = make(model)
@@ -139,27 +154,29 @@ def test_convolutions_gains_tokens_and_stacks_under_fully_shard(
     def rank_function(rank: int, world: int) -> dict[str, Tensor]:
         model = Zoo(experts)
         model.load_state_dict(start)
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        _shard_(model, how, world, experts_along=2 if make is _dion2 else 1)  # Dion2 selects rows: they must be whole
         return train(model, True)
 
     alone = Zoo(experts)
     alone.load_state_dict(start)
     expected = train(alone, False)
-    for weights in run_threads(rank_function, world):
+    for weights in run_threads(rank_function, world, timeout=30):
         for name, weight in weights.items():
-            if make is _dion2 and name == "mlp.weight":
-                continue  # (7, 4) is tall: rows when sharded, columns when whole
             torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_dion2_refuses_sharded_stacks_by_name() -> None:
+def test_dion2_refuses_stacks_that_are_cut_where_it_selects_from_all_ranks() -> None:
+    """Every matrix of the stack would have another number of selected rows on every rank."""
+
     def rank_function(rank: int, world: int) -> None:
         model = Zoo(experts=True)
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-        with pytest.raises(ValueError, match=r"'experts': Dion2 does not step a stack.*Shard\(0\) x2.*\(3, 4, 5\)"):
+        _shard_(model, "columns", world)
+        with pytest.raises(ValueError, match=r"'experts': a stack.*Shard\(1\) x2.*selection_scope='local'"):
             _dion2(model)
+        groups = group_params(model, roles={"expert": {"selection_scope": "local"}})
+        Dion2(groups, selection_scope="global", select_dim="rows")
 
-    run_threads(rank_function, 2)
+    run_threads(rank_function, 2, timeout=20)
 
 
 def test_gradients_in_another_layout_are_refused() -> None:
@@ -174,8 +191,8 @@ def test_gradients_in_another_layout_are_refused() -> None:
     run_threads(rank_function, 2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_initial_weights_do_not_depend_on_the_ranks(world: int) -> None:
+@pytest.mark.parametrize(("how", "world"), [("rows", 2), ("rows", 4), ("replicas", 4), ("columns", 2), ("columns", 4)])
+def test_initial_weights_do_not_depend_on_the_ranks(how: str, world: int) -> None:
     def initial(model: nn.Module) -> dict[str, Tensor]:
         optimizer = Scion(group_params(model), scale=3.0)
         optimizer.init(seed=7)
@@ -183,7 +200,7 @@ def test_initial_weights_do_not_depend_on_the_ranks(world: int) -> None:
 
     def rank_function(rank: int, world: int) -> dict[str, Tensor]:
         model = Zoo()
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        _shard_(model, how, world)
         return initial(model)
 
     expected = initial(Zoo())
