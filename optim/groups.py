@@ -92,7 +92,7 @@ def group_params(
         options = _options(role, {**roles.get(role, {}), **own})
         if found[param] in _NEVER_ORTHOGONAL and _orthogonalised(options):
             logger.warning(
-                "%r is of role %s by type and name, and would be orthogonalised; its rows are then pulled to equal lengths",
+                "%r has the role %s by type and name and would be orthogonalised: its rows lose their lengths",
                 clean_name(name),
                 found[param],
             )

@@ -291,4 +291,4 @@ def test_an_embedding_that_would_be_orthogonalised_is_named(
     group_params(model)
     assert not caplog.records
     group_params(model, overrides={"^0$": choice})
-    assert "'0' is of role embedding" in caplog.text
+    assert "'0' has the role embedding" in caplog.text
