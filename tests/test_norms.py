@@ -14,6 +14,7 @@ from scion_telemetry.optim.norms import (
     ColNorm,
     Norm,
     RowNorm,
+    RowPower,
     Sign,
     Spectral,
     SpectralConv,
@@ -46,6 +47,7 @@ CASES: list[tuple[Norm, Callable[[Tensor], float], list[tuple[int, ...]]]] = [
     (Spectral(orthogonalizer=EXACT), _spectral(lambda m, n: math.sqrt(m / n)), MATRICES),
     (Spectral(orthogonalizer=EXACT, normalized=False), _spectral(lambda m, n: math.sqrt(m)), MATRICES),
     (Spectral(orthogonalizer=EXACT, max=True), _spectral(lambda m, n: max(1.0, math.sqrt(m / n))), MATRICES),
+    (Spectral(orthogonalizer=EXACT, transpose=True), _spectral(lambda m, n: math.sqrt(n / m)), MATRICES),
     (SpectralConv(orthogonalizer=EXACT), _conv, [(6, 4, 3), (6, 4, 3, 5), (8, 2, 1, 1), (3, 4, 2, 3, 2)]),
     (ColNorm(), lambda x: x.square().mean(-2).sqrt().max().item(), MATRICES),
     (ColNorm(normalized=True), lambda x: x.shape[1] * x.square().mean(-2).sqrt().max().item(), MATRICES),
@@ -53,9 +55,12 @@ CASES: list[tuple[Norm, Callable[[Tensor], float], list[tuple[int, ...]]]] = [
     (RowNorm(), lambda x: math.sqrt(x.shape[1]) * x.norm(dim=-1).max().item(), MATRICES),
     (RowNorm(normalized=False), lambda x: x.norm(dim=-1).max().item(), MATRICES),
     (RowNorm(transpose=True), lambda x: math.sqrt(x.shape[0]) * x.norm(dim=-2).max().item(), MATRICES),
+    (RowPower(power=0.5), lambda x: x.norm(dim=-1).max().item() / math.sqrt(x.shape[1]), MATRICES),
+    (RowPower(power=-1.0), lambda x: x.shape[1] * x.norm(dim=-1).max().item(), MATRICES),
     (Sign(), lambda x: x.shape[-1] * x.abs().max().item(), [*MATRICES, (7,)]),
     (Sign(normalized=False), lambda x: x.abs().max().item(), [*MATRICES, (7,)]),
     (BiasRMS(), lambda x: x.square().mean().sqrt().item(), [(7,), (1,), (), (8, 1, 1), (1, 1, 8), (1, 8), (8, 1)]),
+    (BiasRMS(whole=True), lambda x: x.square().mean().sqrt().item(), [*MATRICES, (7,), (1,), (8, 1, 1), (2, 3, 4)]),
 ]
 PAIRS = [(norm, size, shape) for norm, size, shapes in CASES for shape in shapes]
 IDS = [f"{type(n).__name__}{i}-{'x'.join(map(str, s))}" for i, (n, _, s) in enumerate(PAIRS)]
@@ -111,11 +116,39 @@ def test_bfloat16(norm: Norm, size: Callable[[Tensor], float], shape: tuple[int,
 
 
 @pytest.mark.parametrize(
-    "norm", [ColNorm(), ColNorm(transpose=True), RowNorm(), Sign(), Spectral(orthogonalizer=EXACT)]
+    "norm",
+    [ColNorm(), ColNorm(transpose=True), RowNorm(), RowPower(power=0.5), Sign(), Spectral(orthogonalizer=EXACT)],
 )
 def test_stacks_are_loops(norm: Norm) -> None:
     stack = _gauss(3, 5, 4)
     torch.testing.assert_close(norm.lmo(stack), torch.stack([norm.lmo(g) for g in stack]), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("norm", "size", "shape"), PAIRS, ids=IDS)
+def test_a_piece_that_has_what_is_needed_gives_the_piece_of_the_whole(
+    norm: Norm, size: Any, shape: tuple[int, ...]
+) -> None:
+    """Cut wherever ``extent`` allows, evenly or not, down to nothing; counts are those of the whole."""
+    g = _gauss(*shape)
+    whole = norm.lmo(g)
+    rows, columns = max(g.ndim - 2, 0), g.ndim - 1
+    cuts = {"entry": [rows, columns], "row": [rows], "column": [columns], "matrix": []}[norm.extent]
+    for dim in {d for d in cuts if g.ndim}:
+        for length in range(shape[dim] + 1):
+            pieces = g.split([length, shape[dim] - length], dim)
+            found = torch.cat([norm.lmo(piece, shape) for piece in pieces], dim)
+            torch.testing.assert_close(found, whole, atol=0, rtol=1e-12)
+    torch.testing.assert_close(norm.lmo(g, shape), whole, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("norm", [ColNorm(normalized=True, transpose=True), ColNorm(normalized=True), Sign()])
+def test_counts_are_of_the_whole_also_in_stacks(norm: Norm) -> None:
+    g = _gauss(3, 5, 4)
+    dim = {"entry": 2, "row": 1, "column": 2}[norm.extent]
+    found = torch.cat([norm.lmo(piece, g.shape) for piece in g.split([1, g.shape[dim] - 1], dim)], dim)
+    torch.testing.assert_close(found, norm.lmo(g), atol=0, rtol=1e-12)
+    one = norm.lmo(g[:, :1] if dim == 1 else g[..., :1])
+    assert (one - (norm.lmo(g)[:, :1] if dim == 1 else norm.lmo(g)[..., :1])).abs().max() > 0.01  # it does matter
 
 
 @pytest.mark.parametrize(("norm", "size", "shape"), PAIRS, ids=IDS)
