@@ -1,5 +1,6 @@
 """What optimizers show while they step: exactly the update they apply, and nothing at all when nobody observes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from scion_telemetry.optim import Dion2, Orthogonalizer, Scion, StepEvent, dion2, register_step_observer, scion
 from scion_telemetry.testing import run_threads
@@ -29,7 +31,8 @@ def _scion(params: list[Any], **options: Any) -> Scion:
 
 
 def _dion2(params: list[Any], **options: Any) -> Dion2:
-    return Dion2(params, options.get("process_group"), lr=LR, weight_decay=0.5, fraction=0.5, selection_scope="global")
+    group = options.pop("process_group", None)
+    return Dion2(params, group, lr=LR, weight_decay=0.5, fraction=0.5, selection_scope="global", **options)
 
 
 BOTH: list[Callable[..., Any]] = [_scion, _dion2]
@@ -120,6 +123,47 @@ def test_row_shards_even_uneven_and_empty(make: Any, world: int) -> None:
         return _run(make, lambda x: distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None))
 
     _check_owners(run_threads(rank_function, world), sharded=True)
+
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
+    "columns": ((4,), (Shard(1),)),
+    "blocks": ((2, 2), (Shard(0), Shard(1))),
+    "blocks, columns first": ((2, 2), (Shard(1), Shard(0))),
+    "HSDP": ((2, 2), (Replicate(), Shard(0))),
+    "HSDP of columns": ((2, 2), (Shard(1), Replicate())),
+    "replicated": ((2,), (Replicate(),)),
+}
+
+
+@pytest.mark.parametrize("make", BOTH)
+@pytest.mark.parametrize("select", ["rows", "cols"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout(make: Any, select: str, name: str) -> None:
+    """One rank in all owns a matrix, and what it owns is what the blocks of every replica show together."""
+    sizes, placements = LAYOUTS[name]
+
+    def rank_function(rank: int, world: int) -> list[Shown]:
+        mesh = init_device_mesh("cpu", sizes)
+        options = {} if make is _scion else {"select_dim": select}
+        return _run(make, lambda x: distribute_tensor(x, mesh, placements, src_data_rank=None), **options)
+
+    per_rank = run_threads(rank_function, math.prod(sizes), timeout=30)
+    grid = torch.arange(math.prod(sizes)).view(sizes)
+    copied = [i for i, p in enumerate(placements) if isinstance(p, Replicate)]
+    for i in range(1, len(SHAPES)):
+        (owned,) = [r[i].owned for r in per_rank if r[i].owned is not None]
+        for ranks in grid.movedim(copied[0], 0) if copied else [grid]:  # of every replica
+            shown = [per_rank[r][i].direction for r in ranks.flatten().tolist()]
+            whole = _assembled(shown, [p.dim for p in placements if isinstance(p, Shard)], list(ranks.shape))
+            torch.testing.assert_close(owned, whole, atol=0, rtol=0)
+
+
+def _assembled(blocks: list[Tensor], dims: list[int], sizes: list[int]) -> Tensor:
+    """Blocks in the order of their ranks to one matrix: the last mesh dimension first."""
+    for dim, size in reversed(list(zip(dims, sizes, strict=False))):
+        blocks = [torch.cat(blocks[i : i + size], dim) for i in range(0, len(blocks), size)]
+    (whole,) = blocks
+    return whole
 
 
 @pytest.mark.parametrize("make", BOTH)
