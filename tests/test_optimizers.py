@@ -77,7 +77,7 @@ def test_parameters_that_cannot_be_stepped_are_refused_by_name(make: Make, param
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4, 5)])
-def testdion2_refuses_what_is_no_matrix_and_says_what_to_do(shape: tuple[int, ...]) -> None:
+def test_dion2_refuses_what_is_no_matrix_and_says_what_to_do(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"'w': Dion2 steps matrices.*algorithm='adamw'"):
         Dion2([("w", nn.Parameter(torch.ones(shape)))])
 
@@ -94,7 +94,7 @@ BAD: list[tuple[Make, dict[str, Any], str]] = [
     (dion2, {"ef_decay": 1.1}, r"ef_decay must be in \[0, 1\]"),
     (dion2, {"weight_decay": -0.1}, "weight_decay must be"),
     (dion2, {"epsilon": 0}, "epsilon must be a number > 0"),
-    (dion2, {"adjust_lr": "rms"}, "adjust_lr must be 'spectral_norm', 'rms_norm' or None, got 'rms'"),
+    (dion2, {"adjust_lr": "rms"}, "adjust_lr must be 'spectral_norm' or 'rms_norm' or None, got 'rms'"),
     (dion2, {"selection_scope": "all"}, "selection_scope must be 'local' or 'global'"),
     (dion2, {"newton_schulz_func": "ns"}, "unknown orthogonaliser 'ns'"),
 ]
@@ -250,7 +250,7 @@ def test_group_values_may_change_between_steps() -> None:
     assert torch.linalg.matrix_norm(param.detach() - before, 2).item() == pytest.approx(0.4, rel=1e-4)
 
 
-def test_the_integer_one_is_the_fractionone_param() -> None:
+def test_the_integer_one_is_the_fraction_one() -> None:
     params = [one_param((6, 9)) for _ in range(2)]
     for p, fraction in zip(params, (1, 1.0), strict=True):
         Dion2([p], fraction=fraction).step()
@@ -269,7 +269,7 @@ def test_lr_zero_moves_nothing(make: Make) -> None:
     assert_same(param.detach(), before)
 
 
-def test_constrainedscion_stays_in_its_ball() -> None:
+def test_constrained_scion_stays_in_its_ball() -> None:
     param = one_param((6, 6))
     optimizer = Scion([param], lr=0.3, scale=2.0, norm_kwargs={"orthogonalizer": EXACT})
     for t in range(40):

@@ -55,17 +55,20 @@ def test_a_state_dict_resumes_exactly_also_through_a_file_of_weights_only(make: 
 
 
 @both
-def test_state_loads_into_the_dtype_of_the_parameter(make: Make) -> None:
-    """A momentum of another dtype is cast on loading, both ways, and the next step works."""
+def test_state_keeps_the_dtype_it_was_saved_in(make: Make) -> None:
+    """A momentum of another dtype than its parameter loses nothing on loading, both ways, and the next step works."""
     for here, there in [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]:
         saver, loader = one_param(dtype=here), one_param(dtype=there)
         source, target = make([saver]), make([loader])
         source.step()
         target.load_state_dict(source.state_dict())
         (buffer,) = target.state[loader].values()
-        assert buffer.dtype == there
-        torch.testing.assert_close(buffer, next(iter(source.state[saver].values())).to(there), atol=0, rtol=0)
+        assert buffer.dtype == here
+        torch.testing.assert_close(buffer, next(iter(source.state[saver].values())), atol=0, rtol=0)
+        before = loader.detach().clone()
         target.step()
+        assert next(iter(target.state[loader].values())).dtype == here
+        assert (loader != before).any()
 
 
 def test_adamw_counts_on_after_loading() -> None:
