@@ -15,7 +15,7 @@ from .events import ParamFacts, Selection, StepEvent
 from .grid import Dims, Grid
 from .layout import Layout, split_rows
 from .options import NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, check_options, one_of
-from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer
+from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer, one_by_one
 from .scalar import AdamWAlgorithm, LionAlgorithm
 from .scion import ScionAlgorithm
 from .selection import l1_scores, put_, selected_count, selection_dim, take, top_k
@@ -295,10 +295,10 @@ def _counts(grid: Grid, along: int, marked: Tensor) -> list[list[int]]:
 def _orthogonalize(
     func: NewtonSchulzFunc, whole: Mapping[int, Tensor], epsilon: float, dtype: torch.dtype
 ) -> dict[int, Tensor]:
-    """Orthogonalise all owned matrices; those of equal shape as one batch."""
-    alike: dict[torch.Size, list[int]] = {}
+    """Orthogonalise all owned matrices; those of equal shape as one batch where that is faster."""
+    alike: dict[tuple[torch.Size, int], list[int]] = {}
     for i, matrix in whole.items():
-        alike.setdefault(matrix.shape, []).append(i)
+        alike.setdefault((matrix.shape, i if one_by_one(matrix) else -1), []).append(i)
     result: dict[int, Tensor] = {}
     for indices in alike.values():
         if len(indices) == 1:

@@ -92,7 +92,7 @@ class Spectral:
 
     def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[..., d_out, d_in]`` to the same shape, in the orthogonaliser's dtype."""
-        return _apply(self._func, g) * self._scale(g.size(-2), g.size(-1))
+        return _apply(self._func, g, self._scale(g.size(-2), g.size(-1)))
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Semi-orthogonal times s."""
@@ -135,8 +135,8 @@ class SpectralConv:
 
     def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[out, in, *kernel]`` to the same shape, in the orthogonaliser's dtype."""
-        flat = _apply(self._func, g.reshape(g.size(0), -1))
-        return flat.view(g.shape) * (math.sqrt(g.size(0) / g.size(1)) / math.prod(g.shape[2:]))
+        factor = math.sqrt(g.size(0) / g.size(1)) / math.prod(g.shape[2:])
+        return _apply(self._func, g.reshape(g.size(0), -1), factor).reshape(g.shape)
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Every tap of the kernel semi-orthogonal, times the factor of ``lmo``."""
@@ -383,9 +383,12 @@ def make_norm(name: str, ndim: int, kwargs: Mapping[str, object] | None = None) 
         raise ValueError(f"norm_kwargs of {name!r}: {error}") from error
 
 
-def _apply(func: NewtonSchulzFunc, g: Tensor) -> Tensor:
-    # Orthogonalisers of other authors may divide their input in place, which can be a momentum buffer or a gradient.
-    return func(g if isinstance(func, Orthogonalizer) else g.clone(), epsilon=1e-7)
+def _apply(func: NewtonSchulzFunc, g: Tensor, factor: float) -> Tensor:
+    if isinstance(func, Orthogonalizer):
+        return func(g, epsilon=1e-7).mul_(factor) if factor != 1 else func(g, epsilon=1e-7)
+    # Orthogonalisers of other authors may divide their input in place, which can be a momentum buffer or a gradient,
+    # and may keep what they return.
+    return func(g.clone(), epsilon=1e-7) * factor
 
 
 def _l2(g: Tensor, dim: int) -> Tensor:

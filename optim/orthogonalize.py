@@ -36,6 +36,7 @@ class Coefficients:
         headroom: Factor on the Frobenius norm that the input is divided by.
         right_gram: Work on Xᵀ X when X is tall, where others transpose X (the same but for rounding).
         scale_first: Form ``(c A) A``, rounding ``c A`` first, where others form ``c (A A)``.
+        fused: Round B and every new X once, where others round each of their terms too; the fastest order.
         source: Where the numbers were published.
     """
 
@@ -44,6 +45,7 @@ class Coefficients:
     headroom: float = 1.0
     right_gram: bool = False
     scale_first: bool = False
+    fused: bool = False
     source: str
 
     def schedule(self, steps: int) -> tuple[Triple, ...]:
@@ -63,6 +65,7 @@ def _deflate(triples: tuple[Triple, ...], safety: float) -> tuple[Triple, ...]:
 COEFFICIENTS: Mapping[str, Coefficients] = {
     "lions_ns5": Coefficients(limit=_KELLER_JORDAN, scale_first=True, source="LIONS-EPFL/scion, scion.py"),
     "newton_schulz": Coefficients(limit=_KELLER_JORDAN, source="https://kellerjordan.github.io/posts/muon"),
+    "muon_ns5": Coefficients(limit=_KELLER_JORDAN, fused=True, source="torch.optim.Muon, torch/optim/_muon.py"),
     "dion_ns5": Coefficients(
         triples=(
             (4.0848, -6.8946, 2.9270),
@@ -134,6 +137,11 @@ class Orthogonalizer:
                 allowed = f"between 1 and {most}" if self.steps > most else "at least 1"
                 raise ValueError(f"steps of {self.name} must be {allowed}, got {self.steps!r}")
 
+    @property
+    def text(self) -> str:
+        """``name/steps/dtype``: a plain value for options and checkpoints, which ``make_orthogonalizer`` reads."""
+        return f"{self.name}/{self.steps}/{str(self.dtype).removeprefix('torch.')}"
+
     def __call__(self, input: Tensor, /, epsilon: float = 1e-7) -> Tensor:
         """Orthogonalise ``[..., m, n]``; an all-zero matrix stays zero."""
         if self.name == "svd":
@@ -141,22 +149,51 @@ class Orthogonalizer:
         return iterate(input.to(self.dtype), COEFFICIENTS[self.name], steps=self.steps, epsilon=epsilon)
 
 
+@torch.no_grad()
 def iterate(x: Tensor, coefficients: Coefficients, *, steps: int, epsilon: float) -> Tensor:
-    """Run ``steps`` Newton-Schulz steps on ``x`` (``[..., m, n]``) in the dtype of ``x``.
+    """Run ``steps`` Newton-Schulz steps on ``x`` (``[..., m, n]``) in the dtype of ``x``; no gradient flows through.
 
     The Gram matrix is taken on the shorter side, so a tall matrix costs no more than its transpose.
     """
+    if x.ndim > (2 if one_by_one(x) else 3):
+        found = x.new_empty(x.shape)
+        for place, part in zip(found, x, strict=True):
+            place.copy_(iterate(part, coefficients, steps=steps, epsilon=epsilon))
+        return found
     tall = x.size(-2) > x.size(-1)
     if tall and not coefficients.right_gram:
         return iterate(x.mT, coefficients, steps=steps, epsilon=epsilon).mT
     norm = x.norm(dim=(-2, -1), keepdim=True)
     x = x / (norm * coefficients.headroom + epsilon)
+    # Buffers of the strides of x: what mixes rows with columns, or is allocated in every step, takes twice the time.
+    side = min(x.shape[-2:])
+    gram, poly, other = x.new_empty(*x.shape[:-2], side, side), x.new_empty(*x.shape[:-2], side, side), x.clone()
     for a, b, c in coefficients.schedule(steps):
-        gram = x.mT @ x if tall else x @ x.mT
-        square = (c * gram) @ gram if coefficients.scale_first else c * (gram @ gram)
-        poly = b * gram + square
-        x = a * x + (x @ poly if tall else poly @ x)
+        torch.matmul(x.mT if tall else x, x if tall else x.mT, out=gram)
+        if coefficients.fused:
+            _product_and(gram, gram, gram, b, c, out=poly)
+            _product_and(x, *((x, poly) if tall else (poly, x)), a, 1.0, out=other)
+            x, other = other, x
+            continue
+        if coefficients.scale_first:
+            torch.matmul(c * gram, gram, out=poly)
+        else:
+            torch.matmul(gram, gram, out=poly).mul_(c)
+        poly.add_(gram.mul_(b))
+        torch.matmul(x if tall else poly, poly if tall else x, out=other)
+        x.mul_(a).add_(other)
     return x
+
+
+def one_by_one(x: Tensor) -> bool:
+    """Whether products of single matrices are faster than batched ones: on a CPU, where bmm has the slower kernel."""
+    return x.device.type == "cpu"
+
+
+def _product_and(add: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float, *, out: Tensor) -> None:
+    """``out = beta add + alpha left right``, rounded once."""
+    multiply = torch.addmm if add.ndim == 2 else torch.baddbmm
+    multiply(add, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def polar(x: Tensor) -> Tensor:
@@ -175,9 +212,15 @@ def polar(x: Tensor) -> Tensor:
 
 
 def make_orthogonalizer(func: str | NewtonSchulzFunc, *, steps: int = 5) -> NewtonSchulzFunc:
-    """An orthogonaliser from its name; a callable ``func(input, epsilon)`` is returned as it is."""
+    """An orthogonaliser from its name or ``name/steps/dtype``; a ``func(input, epsilon)`` is returned as it is."""
     if isinstance(func, str):
-        return Orthogonalizer(name=func, steps=steps)
+        name, *details = func.split("/")
+        if not details:
+            return Orthogonalizer(name=name, steps=steps)
+        dtype = getattr(torch, details[-1], None)
+        if len(details) != 2 or not details[0].isdecimal() or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"an orthogonaliser is written name or name/steps/dtype (svd/5/float32), got {func!r}")
+        return Orthogonalizer(name=name, steps=int(details[0]), dtype=dtype)
     if callable(func):
         return func
     raise TypeError(f"an orthogonaliser is one of the names {', '.join(NAMES)} or a callable, got {func!r}")

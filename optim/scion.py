@@ -14,6 +14,7 @@ from .grid import Dims, Grid
 from .layout import Layout, local, take_piece
 from .norms import Norm, Spectral, SpectralConv, make_norm
 from .options import FLAG, NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check
+from .orthogonalize import one_by_one
 
 
 class ScionAlgorithm:
@@ -64,15 +65,15 @@ class ScionAlgorithm:
         options, lr = work.options, float(work.options["lr"])
         norm = _norm(options, len(work.layout.shape))
         averages = self._average(work)
-        if _must_gather(norm, work.exchange.grid):
-            moved = [a.to(norm.dtype) if norm.dtype else a for a in averages]
+        gather = _must_gather(norm, work.exchange.grid)
+        if gather and work.exchange.moves:
+            moved = [_cast(a, norm) for a in averages]
             whole = yield from work.exchange.gather(moved)
-            found = _directions(norm, list(whole.values()), work)
-            owned = {i: u.to(moved[0].dtype) for i, u in zip(whole, found, strict=True)}
+            owned = dict(zip(whole, _directions(norm, whole.values(), work), strict=True))
             directions = yield from work.exchange.scatter(owned, moved)
         else:
             directions = tuple(_directions(norm, averages, work))
-            owned = {} if work.layout.sharded_dims else dict(enumerate(directions))
+            owned = dict(enumerate(directions)) if gather or not work.layout.sharded_dims else {}
         if work.notify is not None:
             event = StepEvent(
                 algorithm=self.name, params=work.params, lr=lr, scale=-lr, directions=directions, owned=owned
@@ -248,11 +249,17 @@ class ScionLight(Scion):
 
 def _directions(norm: Norm, matrices: Iterable[Tensor], work: Work) -> list[Tensor]:
     matrices = list(matrices)
-    if isinstance(norm, Spectral) and len(matrices) > 1:
-        found = list(norm.lmo(torch.stack(matrices)).unbind())
+    scale = float(work.options["scale"])
+    if isinstance(norm, Spectral) and len(matrices) > 1 and not one_by_one(matrices[0]):
+        found = list(norm.lmo(torch.stack([_cast(m, norm) for m in matrices])).unbind())
     else:
-        found = [norm.lmo(m, work.layout.shape) for m in matrices]
-    return [u * work.options["scale"] for u in found]
+        # Cast one by one: a copy of all of them would be the largest tensor of the step.
+        found = [norm.lmo(_cast(m, norm), work.layout.shape) for m in matrices]
+    return [_cast(u if scale == 1 else u * scale, norm) for u in found]
+
+
+def _cast(matrix: Tensor, norm: Norm) -> Tensor:
+    return matrix if norm.dtype is None else matrix.to(norm.dtype)
 
 
 def _norm(options: Mapping[str, Any], ndim: int) -> Norm:

@@ -20,6 +20,7 @@ from scion_telemetry.optim.orthogonalize import (
 BANDS = {
     "lions_ns5": (0.67, 1.15),
     "newton_schulz": (0.67, 1.15),
+    "muon_ns5": (0.67, 1.15),
     "dion_ns5": (0.96, 1.05),
     "polar_express": (0.85, 1.15),
     "polar_express_disco": (0.86, 1.14),
@@ -53,6 +54,16 @@ def test_published_bands(name: str, shape: tuple[int, int], seed: int) -> None:
     low, high = BANDS[name]
     assert low <= values.min()
     assert values.max() <= high
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (48, 48)])
+def test_muon_ns5_is_the_update_of_torch_muon_to_the_bit(shape: tuple[int, int]) -> None:
+    param, grad = torch.nn.Parameter(torch.zeros(shape)), _gauss(*shape)
+    param.grad = grad.clone()
+    kwargs = {"lr": 1.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+    torch.optim.Muon([param], **kwargs, adjust_lr_fn="match_rms_adamw").step()  # type: ignore[arg-type]
+    expected = grad.new_zeros(shape).add_(Orthogonalizer(name="muon_ns5")(grad), alpha=-0.2 * max(shape) ** 0.5)
+    torch.testing.assert_close(param.detach(), expected, atol=0, rtol=0)
 
 
 def test_polar_express_converges_with_its_limit_triple() -> None:
