@@ -18,7 +18,7 @@ from .algorithm import Algorithm, Work, piece
 from .events import Observer, ParamFacts, StepEvent
 from .grid import Dims, Grid, require_supported, shared_coordinates
 from .layout import Layout
-from .options import check_options
+from .options import check_options, plain, without_functions
 from .transport import Exchange, assign_owners, held_elsewhere, pipeline, require_agreement
 
 
@@ -54,7 +54,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._owners: dict[Tensor, int] = {}
         self._loads: dict[tuple[int, ...], list[float]] = {}
-        super().__init__(params, defaults)
+        super().__init__(params, plain(defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are checked and get their state now.
@@ -70,6 +70,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"unknown option {unknown[0]!r} for algorithm {algorithm.name!r}; known are {', '.join(sorted(known))}"
             )
+        group.update((k, plain(v)) for k, v in group.items() if k != "params")
         self._complete(group)
         check_options(group, algorithm.checks)
         group["params"] = _refuse_duplicates(group["params"])
@@ -222,16 +223,36 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     )
                 )
 
+    def state_dict(self) -> dict[str, Any]:
+        """As of every optimizer; options are plain values, with the names of functions in their places."""
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            group.update((k, without_functions(plain(v))) for k, v in group.items())
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore; every tensor keeps the dtype it was saved in (torch would cast it to that of its parameter)."""
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
+        """Restore copies, in the dtype they were saved in (torch would share them, and cast to that of the parameter).
+
+        What the checkpoint lacks stays as it is here, or starts anew: options that are younger, functions (which cannot
+        be saved), state.
+        """
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self.param_groups):  # otherwise torch refuses
+            groups = [self._filled(saved, own) for saved, own in zip(groups, self.param_groups, strict=True)]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        numbers = [number for group in groups for number in group["params"]]
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        for number, (param, group) in zip(numbers, params, strict=True):
+            state = self.state[param]
             for name, saved in state_dict["state"].get(number, {}).items():
-                found = self.state[param][name]
-                if isinstance(saved, Tensor) and found.dtype != saved.dtype:
-                    self.state[param][name] = saved.to(found.device, copy=True)
+                if isinstance(saved, Tensor) and (state[name] is saved or state[name].dtype != saved.dtype):
+                    state[name] = saved.to(state[name].device, copy=True)
+            for name, fresh in self._algorithm(group).prepare(param, group).items():
+                state.setdefault(name, fresh)
+
+    def _filled(self, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        options = {k: own[k] for k in self._algorithm(own).defaults}
+        return {**saved, **{k: v for k, v in options.items() if k not in saved or without_functions(v) != v}}
 
     def _notify(self, event: StepEvent) -> None:
         for observer in self._observers.values():

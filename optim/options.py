@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .orthogonalize import Orthogonalizer
+
 Check = tuple[Callable[[Any], bool], str]
 """A predicate, and the text of what it allows."""
 
@@ -28,3 +30,20 @@ def check_options(options: Mapping[str, Any], checks: Mapping[str, Check]) -> No
             good = False
         if not good:
             raise ValueError(f"{option} must be {text}, got {value!r}")
+
+
+def plain(value: Any) -> Any:
+    """An option as checkpoints and tables can hold it: an orthogonaliser as its text, a dict as a copy.
+
+    A function has no such form and stays.
+    """
+    if isinstance(value, Orthogonalizer):
+        return value.text
+    return {key: plain(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
+
+
+def without_functions(value: Any) -> Any:
+    """An option with the names of functions in their places."""
+    if callable(value):
+        return f"<{getattr(value, '__qualname__', type(value).__qualname__)}>"
+    return {key: without_functions(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value

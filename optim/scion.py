@@ -223,12 +223,20 @@ class ScionLight(Scion):
 
     _algorithm_class = ScionLightAlgorithm
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of Scion."""
+        super().add_param_group(param_group)
+        self._drop()
+
     def state_dict(self) -> dict[str, Any]:
-        """As of every optimizer, with the gradients as state."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param]["grad"] = param.grad
+        """As of every optimizer, with the gradients as state; one that is missing as zeros and ``has_grad`` 0.
+
+        Every parameter has both, so that distributed checkpoints find the same keys at any time on any rank.
+        """
+        for param, state in self.state.items():
+            grad = param.grad
+            state["grad"] = torch.zeros_like(param, requires_grad=False) if grad is None else grad
+            state["has_grad"] = torch.tensor(float(grad is not None))
         found = super().state_dict()
         found["state"] = {number: dict(state) for number, state in found["state"].items()}
         self._drop()
@@ -237,14 +245,15 @@ class ScionLight(Scion):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore, the gradients too; a parameter whose checkpoint has none is left without."""
         super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = self.state[param].get("grad")
+        for param, state in self.state.items():
+            has = state.get("has_grad", True)
+            param.grad = state.get("grad") if has is None or has else None
         self._drop()
 
     def _drop(self) -> None:
-        for state in self.state.values():
-            state.pop("grad", None)
+        # The names stay: torch's tools load what an optimizer already has names for.
+        for group in self.param_groups:
+            self.state.update((param, {"grad": None, "has_grad": None}) for param in group["params"])
 
 
 def _directions(norm: Norm, matrices: Iterable[Tensor], work: Work) -> list[Tensor]:
