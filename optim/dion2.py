@@ -19,6 +19,7 @@ from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer, o
 from .scalar import AdamWAlgorithm, LionAlgorithm
 from .scion import ScionAlgorithm
 from .selection import l1_scores, put_, selected_count, selection_dim, take, top_k
+from .transport import hollow
 
 _FLOATS = {str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
@@ -106,9 +107,11 @@ class Dion2Algorithm:
         picked = [take(m, i, dim).to(input_dtype(func)) for m, i in zip(momenta, indices, strict=True)]
         for m, i in zip(momenta, indices, strict=True):
             put_(m, i, dim, take(m, i, dim) * options["ef_decay"])
+        like = hollow(picked)
         whole = yield from work.exchange.gather(picked, along, counts)
-        owned = _orthogonalize(func, whole, float(options["epsilon"]), picked[0].dtype)
-        directions = yield from work.exchange.scatter(owned, picked, along, counts)
+        owned = _orthogonalize(func, whole, float(options["epsilon"]), like[0].dtype)
+        leaving = owned if work.notify is None else dict(owned)
+        directions = yield from work.exchange.scatter(leaving, like, along, counts)
         directions = self._normalize(work, directions, indices)
         scale = -lr * lr_factor(options["adjust_lr"], *work.layout.shape[-2:])
         if work.notify is not None:
@@ -293,18 +296,18 @@ def _counts(grid: Grid, along: int, marked: Tensor) -> list[list[int]]:
 
 
 def _orthogonalize(
-    func: NewtonSchulzFunc, whole: Mapping[int, Tensor], epsilon: float, dtype: torch.dtype
+    func: NewtonSchulzFunc, whole: dict[int, Tensor], epsilon: float, dtype: torch.dtype
 ) -> dict[int, Tensor]:
-    """Orthogonalise all owned matrices; those of equal shape as one batch where that is faster."""
+    """Orthogonalise all owned matrices, which ``whole`` loses; those of equal shape as one batch where it is faster."""
     alike: dict[tuple[torch.Size, int], list[int]] = {}
     for i, matrix in whole.items():
         alike.setdefault((matrix.shape, i if one_by_one(matrix) else -1), []).append(i)
     result: dict[int, Tensor] = {}
     for indices in alike.values():
         if len(indices) == 1:
-            found = [func(whole[indices[0]], epsilon=epsilon)]
+            found = [func(whole.pop(indices[0]), epsilon=epsilon)]
         else:
-            found = list(func(torch.stack([whole[i] for i in indices]), epsilon=epsilon).unbind())
+            found = list(func(torch.stack([whole.pop(i) for i in indices]), epsilon=epsilon).unbind())
         result.update((i, u.to(dtype)) for i, u in zip(indices, found, strict=True))
     return dict(sorted(result.items()))
 

@@ -15,6 +15,7 @@ from .layout import Layout, local, take_piece
 from .norms import Norm, Spectral, SpectralConv, make_norm
 from .options import FLAG, NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check
 from .orthogonalize import one_by_one
+from .transport import hollow
 
 
 class ScionAlgorithm:
@@ -68,9 +69,11 @@ class ScionAlgorithm:
         gather = _must_gather(norm, work.exchange.grid)
         if gather and work.exchange.moves:
             moved = [_cast(a, norm) for a in averages]
+            like = hollow(moved)
             whole = yield from work.exchange.gather(moved)
-            owned = dict(zip(whole, _directions(norm, whole.values(), work), strict=True))
-            directions = yield from work.exchange.scatter(owned, moved)
+            owners = list(whole)
+            owned = dict(zip(owners, _directions(norm, (whole.pop(i) for i in owners), work), strict=True))
+            directions = yield from work.exchange.scatter(owned if work.notify is None else dict(owned), like)
         else:
             directions = tuple(_directions(norm, averages, work))
             owned = dict(enumerate(directions)) if gather or not work.layout.sharded_dims else {}
@@ -257,14 +260,12 @@ class ScionLight(Scion):
 
 
 def _directions(norm: Norm, matrices: Iterable[Tensor], work: Work) -> list[Tensor]:
-    matrices = list(matrices)
-    scale = float(work.options["scale"])
-    if isinstance(norm, Spectral) and len(matrices) > 1 and not one_by_one(matrices[0]):
-        found = list(norm.lmo(torch.stack([_cast(m, norm) for m in matrices])).unbind())
-    else:
-        # Cast one by one: a copy of all of them would be the largest tensor of the step.
-        found = [norm.lmo(_cast(m, norm), work.layout.shape) for m in matrices]
-    return [_cast(u if scale == 1 else u * scale, norm) for u in found]
+    # Cast and scaled one by one: another copy of all of them would be the largest tensor of the step.
+    cast, scale = (_cast(m, norm) for m in matrices), float(work.options["scale"])
+    batch = isinstance(norm, Spectral) and len(work.params) > 1 and not one_by_one(work.weights[0])
+    stack = list(cast) if batch else []
+    lmos = norm.lmo(torch.stack(stack)).unbind() if stack else (norm.lmo(m, work.layout.shape) for m in cast)
+    return [_cast(u if scale == 1 else u * scale, norm) for u in lmos]
 
 
 def _cast(matrix: Tensor, norm: Norm) -> Tensor:

@@ -43,21 +43,22 @@ class Exchange:
         return self.grid.group is not None and self.grid.group.size() > 1
 
     def gather(
-        self, pieces: Sequence[Tensor], dim: int | None = None, counts: Counts = ()
+        self, pieces: list[Tensor], dim: int | None = None, counts: Counts = ()
     ) -> Generator[None, None, dict[int, Tensor]]:
         """Whole matrices by index, on their owners.
 
         Args:
-            pieces: This rank's pieces.
+            pieces: This rank's pieces. The list is emptied, so that no copy of them outlives its way.
             dim: Dimension along which only some slices travel; None: all of them.
             counts: How many, by matrix and block.
         """
-        if not self.moves:
-            return dict(enumerate(pieces))
         grid, owned = self.grid, self._owned()
-        mine = owned.get(grid.rank, [])
-        if not (grid.cut(grid.dims.rows) or grid.cut(grid.dims.columns)):  # replicas: the owner has it already
-            return {i: pieces[i] for i in mine}
+        mine = owned.get(grid.rank, []) if self.moves else range(len(pieces))
+        # One process, or replicas: the owner has it already.
+        if not self.moves or not (grid.cut(grid.dims.rows) or grid.cut(grid.dims.columns)):
+            here = {i: pieces[i] for i in mine}
+            pieces.clear()
+            return here
         near = [r for r, replica in enumerate(grid.replicas) if replica == grid.replicas[grid.rank]]
         sent = [pieces[i] for r in near for i in owned.get(r, [])]
         shapes = {(i, r): self._shape(i, r, dim, counts) for i in mine for r in near}
@@ -65,7 +66,10 @@ class Exchange:
         for r in near:
             leaving[r] = sum(pieces[i].numel() for i in owned.get(r, []))
             arriving[r] = sum(math.prod(shapes[i, r]) for i in mine)
-        flat = yield from self._all_to_all(sent, leaving, arriving, pieces[0])
+        flat = _flat(sent, pieces[0])
+        sent.clear()
+        pieces.clear()
+        flat = yield from self._all_to_all(flat, leaving, arriving)
         parts = iter(torch.split_with_sizes(flat, [math.prod(shapes[i, r]) for r in near for i in mine]))
         blocks: dict[int, dict[tuple[int, int], Tensor]] = {i: {} for i in mine}
         for r in near:
@@ -74,9 +78,16 @@ class Exchange:
         return {i: self._join(blocks[i]) for i in mine}
 
     def scatter(
-        self, owned: Mapping[int, Tensor], like: Sequence[Tensor], dim: int | None = None, counts: Counts = ()
+        self, owned: dict[int, Tensor], like: Sequence[Tensor], dim: int | None = None, counts: Counts = ()
     ) -> Generator[None, None, tuple[Tensor, ...]]:
-        """This rank's piece of every matrix; ``like`` are tensors of the shapes and dtype to receive."""
+        """This rank's piece of every matrix.
+
+        Args:
+            owned: Whole matrices by index. Where they move it is emptied, so that none outlives its way.
+            like: Tensors of the shapes and dtype to receive.
+            dim: As of ``gather``.
+            counts: As of ``gather``.
+        """
         if not self.moves:
             return tuple(owned[i] for i in range(len(owned)))
         grid, whose = self.grid, self._owned()
@@ -85,7 +96,10 @@ class Exchange:
         sent = [blocks[i][block] for block in grid.blocks for i in mine]
         leaving = [sum(blocks[i][block].numel() for i in mine) for block in grid.blocks]
         arriving = [sum(like[i].numel() for i in whose.get(r, [])) for r in range(len(grid.layouts))]
-        flat = yield from self._all_to_all(sent, leaving, arriving, like[0])
+        flat = _flat(sent, like[0])
+        for finished in (sent, blocks, owned):
+            finished.clear()
+        flat = yield from self._all_to_all(flat, leaving, arriving)
         order = [i for r in sorted(whose) for i in whose[r]]
         parts = torch.split_with_sizes(flat, [like[i].numel() for i in order])
         pieces = {i: part.view(like[i].shape) for i, part in zip(order, parts, strict=True)}
@@ -154,16 +168,22 @@ class Exchange:
             for column, block in enumerate(split(band, dims.columns))
         }
 
-    def _all_to_all(
-        self, sent: Sequence[Tensor], leaving: list[int], arriving: list[int], like: Tensor
-    ) -> Generator[None, None, Tensor]:
-        received = like.new_empty(sum(arriving))
-        flat = torch.cat([t.reshape(-1) for t in sent]) if sent else like.new_empty(0)
+    def _all_to_all(self, flat: Tensor, leaving: list[int], arriving: list[int]) -> Generator[None, None, Tensor]:
+        received = flat.new_empty(sum(arriving))
         work = dist.all_to_all_single(received, flat, arriving, leaving, group=self.grid.group, async_op=True)
         yield
         assert work is not None
         work.wait()
         return received
+
+
+def hollow(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the same shapes and dtype that take no memory."""
+    return [piece.new_empty(()).expand(piece.shape) for piece in pieces]
+
+
+def _flat(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in pieces]) if pieces else like.new_empty(0)
 
 
 def pipeline(tasks: Iterable[Iterator[None]], *, depth: int = 3) -> None:

@@ -125,7 +125,7 @@ def test_whole_matrices_on_their_owners_and_results_back(runner: Any, name: str)
     def rank_function(rank: int, world: int) -> tuple[dict[int, Tensor], tuple[Tensor, ...], list[Tensor]]:
         exchange = Exchange(grid=_grid(case.shape, case.mesh, stacked=case.stacked), owners=owners)
         pieces = [_piece(w, case.mesh, _coordinates(case.mesh)[rank]) for w in whole]
-        gathered = _run(exchange.gather(pieces))
+        gathered = _run(exchange.gather(list(pieces)))
         back = _run(exchange.scatter({i: 2 * m for i, m in gathered.items()}, pieces))
         return gathered, back, pieces
 
@@ -171,7 +171,7 @@ def test_picked_slices_alone_move(runner: Any, name: str) -> None:
     def rank_function(rank: int, world: int) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
         exchange = Exchange(grid=_grid(shape, mesh), owners=owners)
         pieces = [part(i, rank) for i in range(len(whole))]
-        gathered = _run(exchange.gather(pieces, dim, counts))
+        gathered = _run(exchange.gather(list(pieces), dim, counts))
         return gathered, _run(exchange.scatter({i: -m for i, m in gathered.items()}, pieces, dim, counts))
 
     for rank, (gathered, back) in enumerate(runner(rank_function, world, timeout=20)):
@@ -188,7 +188,7 @@ def test_matrices_of_one_rank_do_not_move() -> None:
     grid = Grid(group=None, layouts=(Layout(shape=(2, 2)),), dims=Dims.of(2, stacked=False))
     exchange = Exchange(grid=grid, owners=())
     assert not exchange.moves
-    owned = _run(exchange.gather(pieces))
+    owned = _run(exchange.gather(list(pieces)))
     assert all(owned[i] is piece for i, piece in enumerate(pieces))
     assert _run(exchange.scatter(owned, pieces)) == tuple(pieces)
 

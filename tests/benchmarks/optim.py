@@ -213,8 +213,11 @@ class Sent:
     all_reduce: int = 0
 
 
-def count(make: Make, layers: int, d: int, world: int) -> Sent:
-    """Exact bytes of one step on threads, with an orthogonaliser that does nothing: they do not depend on it."""
+def count(make: Make, d: int, world: int) -> Sent:
+    """Exact bytes of one step on threads.
+
+    Of one layer, as every layer sends as many, and with an orthogonaliser that does nothing, as none changes them.
+    """
     sent = Sent()
 
     def all_to_all(real: Callable[..., Any], output: Tensor, input: Tensor, *splits: Any, **kwargs: Any) -> Any:
@@ -230,7 +233,7 @@ def count(make: Make, layers: int, d: int, world: int) -> Sent:
     def step(rank: int, world: int) -> None:
         mesh = init_device_mesh("cpu", (world,))
         place = partial(distribute_tensor, device_mesh=mesh, placements=[Shard(0)], src_data_rank=None)
-        optimizer = make(parameters(layers, d, place), lambda input, epsilon: input)
+        optimizer = make(parameters(1, d, place), lambda input, epsilon: input)
         optimizer.step()
 
     with (
@@ -266,8 +269,8 @@ def rows(layers: int, d: int, repeats: int) -> list[dict[str, str]]:
     times, memory = one_process(layers, d, repeats)
     steps = {name: [t.step for t in found] for name, found in times.items()}
     parts = {name: [t.part for t in found] for name, found in times.items()}
-    sent = {w: {v.name: count(v.make, layers, d, w) for v in OURS} for w in (1, 2, 4)}
-    added = {v.name: count(partial(dion2, fraction=v.fraction or 1.0, scope="global"), layers, d, 2) for v in DION2}
+    sent = {w: {v.name: count(v.make, d, w) for v in OURS} for w in (1, 2, 4)}
+    added = {v.name: count(partial(dion2, fraction=v.fraction or 1.0, scope="global"), d, 2) for v in DION2}
     whole, found = DION2[0].name, []
     for v in VARIANTS:
         row = {
