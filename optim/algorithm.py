@@ -84,7 +84,9 @@ class Algorithm(Protocol):
 def piece(tensor: Tensor, layout: Layout) -> Tensor:
     """The local piece of a tensor, in the shape that the layout gives it."""
     found = local(tensor)
-    return found if found.ndim == len(layout.shape) else found.view(layout.local_shape)
+    if found.ndim == len(layout.shape):
+        return found
+    return found.view(*layout.local_shape[:-1], found.shape[-1])  # one column: the running means of rows
 
 
 def scale_all_(tensors: Sequence[Tensor], factor: float) -> None:

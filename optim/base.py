@@ -54,7 +54,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._owners: dict[Tensor, int] = {}
         self._loads: dict[tuple[int, ...], list[float]] = {}
-        super().__init__(params, plain(defaults))
+        self._options: dict[str, Any] = plain(defaults)
+        # Schedulers that find these two there cycle them, upside down for Scion and for a part of Dion2's groups only.
+        super().__init__(params, {k: v for k, v in self._options.items() if k not in ("momentum", "betas")})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are checked and get their state now.
@@ -83,13 +85,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _complete(self, group: dict[str, Any]) -> None:
         algorithm = self._algorithm(group)
-        foreign = frozenset() if algorithm.name == self.defaults["algorithm"] else algorithm.own
+        foreign = frozenset() if algorithm.name == self._options["algorithm"] else algorithm.own
         for option, default in algorithm.defaults.items():
-            value = default if option in foreign else self.defaults.get(option, default)
+            value = default if option in foreign else self._options.get(option, default)
             group.setdefault(option, dict(value) if isinstance(value, Mapping) else value)
 
     def _algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        name = group.get("algorithm", self.defaults["algorithm"])
+        name = group.get("algorithm", self._options["algorithm"])
         if name not in self._algorithms:
             raise ValueError(f"unknown algorithm {name!r}; {type(self).__name__} knows {', '.join(self._algorithms)}")
         return self._algorithms[name]
@@ -275,7 +277,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no observers, as torch's own hooks are not copied, and works for itself: process groups cannot be.
         state = super().__getstate__()
-        return {**state, "_algorithms": self._algorithms}
+        return {**state, "_algorithms": self._algorithms, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
