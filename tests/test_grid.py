@@ -314,3 +314,30 @@ def test_optimizers_refuse_a_cut_kernel_on_every_rank() -> None:
             Scion([("stem", param)])
 
     run_threads(rank_function, 2, timeout=20)
+
+
+def test_the_groups_of_the_mesh_are_used_and_others_are_made_once() -> None:
+    """Also where the mesh lists its ranks in another order; blocks over two mesh dimensions share one new group."""
+
+    def rank_function(rank: int, world: int) -> None:
+        mesh = DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]))
+        line = DeviceMesh("cpu", torch.tensor([3, 1, 0, 2]))
+        full = torch.ones(8, 8)
+        params = [
+            nn.Parameter(distribute_tensor(full, m, p, src_data_rank=None))
+            for m, p in [
+                (line, [Shard(0)]),
+                (mesh, [Shard(0), Shard(1)]),
+                (mesh, [Shard(1), Shard(0)]),
+                (mesh, [Replicate(), Shard(0)]),
+            ]
+        ]
+        stack = nn.Parameter(distribute_tensor(torch.ones(2, 4, 4), mesh, [Shard(0), Shard(1)], src_data_rank=None))
+        optimizer = Scion([{"params": [*params, stack], "norm": "Spectral"}])
+        groups = [optimizer._grids[p].group for p in [*params, stack]]
+        assert groups[0] is line.get_group()
+        assert groups[1] is groups[2] is groups[3]
+        assert groups[4] is mesh.get_group(1)
+        assert len(optimizer._groups) <= 1
+
+    run_threads(rank_function, 4, timeout=20)
