@@ -42,8 +42,8 @@ class Dion3Algorithm(Dion2Algorithm):
         """U / (√v + 1e-8), v <- lerp(v, mean U², 1 - β₂), rescaled to the Frobenius norm of this rank's rows of U."""
         beta2, normal = float(work.options["muon_beta2"]), []
         for u, i, variance in zip(directions, indices, work.buffers("variance"), strict=True):
-            rows = u.float()
-            mean = torch.lerp(take(variance, i, -2).float(), rows.square().mean(dim=-1, keepdim=True), 1 - beta2)
+            rows = u.to(torch.promote_types(u.dtype, torch.float32))
+            mean = torch.lerp(take(variance, i, -2).to(rows.dtype), rows.square().mean(dim=-1, keepdim=True), 1 - beta2)
             put_(variance, i, -2, mean.to(variance.dtype))
             scaled = rows / (mean.sqrt() + 1e-8)
             before, after = (x.norm(dim=(-2, -1), keepdim=True) for x in (rows, scaled))

@@ -215,7 +215,8 @@ class ScionLight(Scion):
 
     Backward adds the next gradient to what is left, so **gradients must not be zeroed**: p.grad is
     Σ (1-m)^(age) g, Scion's buffer over m, and every lmo gives the same direction. A user who calls ``zero_grad`` turns
-    momentum off. Checkpoints carry the gradients.
+    momentum off; with momentum 1 nothing is kept, and gradients are zeroed as for every optimizer. Checkpoints carry
+    the gradients.
 
     Args:
         params: As of ``Scion``.

@@ -5,6 +5,7 @@ Nothing here comes from the library, so that it can be its oracle.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -29,17 +30,33 @@ def largest(scores: Array, k: int) -> list[int]:
 
 
 class Dion2Reference:
-    """M <- M + G; K = top-k rows (columns) by L1; W <- (1-lr·wd) W; W[K] -= lr·factor·polar(M[K]); M[K] <- ef·M[K]."""
+    """M <- M + G; K = top-k rows (columns) by L1; W <- (1-lr·wd) W; W[K] -= lr·factor·polar(M[K]); M[K] <- ef·M[K].
 
-    def __init__(self, w: Array, *, fraction: float, ef_decay: float, weight_decay: float, factor: float) -> None:
+    Columns where the matrix is tall, unless ``select_dim`` says otherwise. ``decay_on="selected"`` shrinks W[K] alone.
+    """
+
+    def __init__(
+        self,
+        w: Array,
+        *,
+        fraction: float,
+        ef_decay: float,
+        weight_decay: float,
+        factor: float,
+        select_dim: str = "auto",
+        decay_on: str = "all",
+    ) -> None:
         self.w, self.m = w.astype(np.float64).copy(), np.zeros(w.shape)
         self.fraction, self.ef, self.wd, self.factor = fraction, ef_decay, weight_decay, factor
-        self.rows_always, self.shards = False, 1
+        self.rows_always, self.columns_always, self.shards = select_dim == "rows", select_dim == "cols", 1
+        self.decay_all = decay_on == "all"
+
+    def by_rows(self) -> bool:
+        return self.rows_always or (not self.columns_always and self.w.shape[0] <= self.w.shape[1])
 
     def selected(self) -> list[int]:
         """Rows (or columns) to orthonormalise; with ``shards`` every shard chooses among its own rows."""
-        by_rows = self.rows_always or self.w.shape[0] <= self.w.shape[1]
-        scores = np.abs(self.m).sum(axis=1 if by_rows else 0)
+        scores = np.abs(self.m).sum(axis=1 if self.by_rows() else 0)
         groups = row_groups(len(scores), self.shards)
         k = max(1, math.ceil(round(self.fraction * len(groups[0]), 9)))
         return sorted(g[i] for g in groups for i in largest(scores[list(g)], min(k, len(g))))
@@ -47,28 +64,57 @@ class Dion2Reference:
     def step(self, gradient: Array, lr: float) -> None:
         self.m = self.m + gradient
         k = self.selected()
-        by_rows = self.rows_always or self.w.shape[0] <= self.w.shape[1]
-        index = (k, slice(None)) if by_rows else (slice(None), k)
-        direction = polar(self.m[index])
+        index = (k, slice(None)) if self.by_rows() else (slice(None), k)
+        direction = self.direction(polar(self.m[index]), k)
         self.m[index] *= self.ef
-        self.w *= 1 - lr * self.wd
+        self.w[... if self.decay_all else index] *= 1 - lr * self.wd
         self.w[index] -= lr * self.factor * direction
+
+    def direction(self, u: Array, k: list[int]) -> Array:
+        return u
+
+
+class Dion3Reference(Dion2Reference):
+    """Dion2 on rows with v[K] <- β₂ v[K] + (1-β₂) mean(U²) and Û = U/√v, scaled back to the norm of U."""
+
+    def __init__(self, w: Array, *, beta2: float, **options: Any) -> None:
+        super().__init__(w, select_dim="rows", **options)
+        self.v, self.beta2 = np.zeros((len(w), 1)), beta2
+
+    def direction(self, u: Array, k: list[int]) -> Array:
+        self.v[k] = self.beta2 * self.v[k] + (1 - self.beta2) * (u**2).mean(axis=1, keepdims=True)
+        normal = u / (np.sqrt(self.v[k]) + 1e-8)
+        return normal * np.linalg.norm(u) / np.linalg.norm(normal)
 
 
 class ScionReference:
-    """M <- (1-m) M + m G;  W <- (1-lr) W unless unconstrained;  W <- W - lr·scale·lmo(M)."""
+    """M <- (1-m) M + m G;  W <- (1-lr) W unless unconstrained;  W <- (1-lr·wd) W;  W <- W - lr·scale·lmo(M).
+
+    With ``nesterov`` the direction is that of (1-m) M + m G, M already updated.
+    """
 
     def __init__(
-        self, w: Array, lmo: Callable[[Array], Array], *, momentum: float, scale: float, unconstrained: bool
+        self,
+        w: Array,
+        lmo: Callable[[Array], Array],
+        *,
+        momentum: float,
+        scale: float,
+        unconstrained: bool,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
     ) -> None:
         self.w, self.m, self.lmo = w.astype(np.float64).copy(), np.zeros(w.shape), lmo
         self.momentum, self.scale, self.unconstrained = momentum, scale, unconstrained
+        self.wd, self.nesterov = weight_decay, nesterov
 
     def step(self, gradient: Array, lr: float) -> None:
         self.m = (1 - self.momentum) * self.m + self.momentum * gradient
+        ahead = (1 - self.momentum) * self.m + self.momentum * gradient
         if not self.unconstrained:
             self.w *= 1 - lr
-        self.w -= lr * self.scale * self.lmo(self.m)
+        self.w *= 1 - lr * self.wd
+        self.w -= lr * self.scale * self.lmo(ahead if self.nesterov else self.m)
 
 
 def spectral(g: Array) -> Array:
