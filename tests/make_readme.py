@@ -1,4 +1,4 @@
-"""Writes the metric tables and the figure of the README; tests/test_readme.py holds it to them.
+"""Writes the tables of the two READMEs and the figure of the first; tests/test_readme.py holds them to the code.
 
 python tests/make_readme.py [RUN]
 """
@@ -8,8 +8,28 @@ import sys
 from pathlib import Path
 
 from scion_telemetry.metrics.catalogue import METRICS, QUANTITIES, SELECTION_METRICS
+from scion_telemetry.optim.dion2 import Dion2Algorithm
+from scion_telemetry.optim.dion3 import Dion3Algorithm
+from scion_telemetry.optim.groups import ROLES
+from scion_telemetry.optim.norms import ALIASES, NORMS
+from scion_telemetry.optim.orthogonalize import NAMES
+from scion_telemetry.optim.scalar import AdamWAlgorithm, LionAlgorithm
+from scion_telemetry.optim.scion import ScionAlgorithm
 
 README = Path(__file__).parent.parent / "README.md"
+OPTIM_README = README.parent / "optim" / "README.md"
+RULES = {
+    "Scion": ScionAlgorithm(),
+    "Dion2": Dion2Algorithm(),
+    "Dion3": Dion3Algorithm(),
+    "AdamW": AdamWAlgorithm(),
+    "Lion": LionAlgorithm(),
+}
+# Options that are checked by making what they name.
+CHOICES = {
+    "norm": ["Auto, " + ", ".join((*NORMS, *ALIASES))],
+    "newton_schulz_func": [", ".join(NAMES) + ", or a callable"],
+}
 
 
 def metric_table() -> str:
@@ -26,12 +46,31 @@ def selection_table() -> str:
     return "\n".join(lines)
 
 
+def role_table() -> str:
+    lines = ["| role | stepped with |", "|---|---|"]
+    for role, options in ROLES.items():
+        own = ", ".join(f"`{name}={value!r}`" for name, value in options.items())
+        lines.append(f"| {role} | {own or 'the rule of the optimizer'} |")
+    return "\n".join(lines)
+
+
+def option_table() -> str:
+    lines = [f"| option | {' | '.join(RULES)} | allowed |", "|---" * (len(RULES) + 2) + "|"]
+    for option in dict.fromkeys(name for rule in RULES.values() for name in rule.defaults):
+        defaults = [f"`{r.defaults[option]!r}`" if option in r.defaults else "" for r in RULES.values()]
+        allowed = dict.fromkeys(r.checks[option][1] for r in RULES.values() if option in r.checks) or CHOICES[option]
+        lines.append(f"| `{option}` | {' | '.join(defaults)} | {_cell('; '.join(allowed))} |")
+    return "\n".join(lines)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
 def with_tables(text: str) -> str:
-    for name, table in (("metrics", metric_table()), ("selection", selection_table())):
+    tables = {"metrics": metric_table, "selection": selection_table, "roles": role_table, "options": option_table}
+    for name, make in tables.items():
+        table = make()
         text = re.sub(
             rf"(<!-- table: {name} -->\n).*?(<!-- end -->)",
             lambda m, table=table: f"{m[1]}{table}\n{m[2]}",
@@ -56,6 +95,7 @@ def draw(run: str) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in (README, OPTIM_README):
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
     if len(sys.argv) > 1:
         draw(sys.argv[1])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_readme import README, with_tables
+from make_readme import OPTIM_README, README, with_tables
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -14,6 +14,7 @@ from scion_telemetry import load_run
 from scion_telemetry.cli import app
 
 TEXT = README.read_text(encoding="utf-8")
+OPTIM = OPTIM_README.read_text(encoding="utf-8")
 
 
 def example(name: str) -> str:
@@ -72,6 +73,29 @@ def test_the_commands_work(trained: Path) -> None:
 
 def test_the_metric_tables_are_those_of_the_catalogue() -> None:
     assert with_tables(TEXT) == TEXT, "run: python tests/make_readme.py"
+
+
+def test_the_option_tables_are_those_of_the_optimizers() -> None:
+    assert "| hidden | the rule of the optimizer |" in OPTIM
+    assert re.search(r"^\| `fraction` \|  \| `0.25` \| `0.25` \|  \|  \| in \(0, 1\] \|$", OPTIM, re.MULTILINE)
+    assert with_tables(OPTIM) == OPTIM, "run: python tests/make_readme.py"
+
+
+def test_every_test_that_proves_a_layout_is_there() -> None:
+    root, proofs = README.parent, re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", OPTIM)
+    assert len(proofs) > 10
+    for file, name in proofs:
+        text = (root / "tests" / file).read_text(encoding="utf-8")
+        assert not name or f"\ndef {name}(" in text, (file, name)
+    for name in re.findall(r"`((?:optim|tests)/[\w./]*)`", OPTIM):
+        assert (root / name).exists(), name
+
+
+def test_the_benchmark_table_has_the_optimizers_and_rows_of_the_benchmark() -> None:
+    source = (README.parent / "tests" / "benchmarks" / "optim.py").read_text(encoding="utf-8")
+    table = OPTIM.split("<!-- benchmark -->\n")[1].split("\n\n")[0].splitlines()
+    for row in (line.split("|")[1].strip() for line in [table[0], *table[2:]]):
+        assert f'"{row}"' in source or row.startswith("all_to_all, "), row
 
 
 def test_every_file_and_target_it_names_is_there() -> None:
