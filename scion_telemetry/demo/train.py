@@ -104,8 +104,8 @@ def make_optimizer(config: DemoConfig, model: GPT) -> torch.optim.Optimizer:
 def make_sinks(config: DemoConfig) -> list[Sink]:
     """The run directory, and Weights & Biases if asked for."""
     sinks: list[Sink] = [CsvSink(config.out)]
-    if config.wandb:
-        sinks.append(WandbSink(project="scion-telemetry-demo", name=config.out.name, dir=config.out))
+    if config.wandb:  # first: where wandb cannot start, no run directory is left that the next try would refuse
+        sinks.insert(0, WandbSink(project="scion-telemetry-demo", name=config.out.name, dir=config.out))
     return sinks
 
 
