@@ -51,7 +51,8 @@ Report = Callable[[Progress], None]
 def train(config: DemoConfig, report: Report) -> None:
     """Train the demo model on this rank; inside an initialised process group it is sharded with FSDP2."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     corpus = load_corpus()
     model = GPT(GPTConfig(), seed=config.seed)
     if world > 1:
