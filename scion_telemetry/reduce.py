@@ -75,6 +75,12 @@ def own_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | No
     return group
 
 
+def drop_group(group: dist.ProcessGroup | None) -> None:
+    """Give back what ``own_group`` took: a few sockets and threads, once all ranks are done with it."""
+    if type(group) is dist.ProcessGroup:  # torch's test group on threads, a subclass, cannot be destroyed by itself
+        dist.destroy_process_group(group)
+
+
 def _timeout(group: Any) -> timedelta | None:
     # A new group waits for half an hour otherwise, whatever the user chose for the group beside it.
     for device in getattr(group, "_device_types", ()):

@@ -27,7 +27,7 @@ from scion_telemetry.metrics.catalogue import (
 )
 from scion_telemetry.optim.events import ObservableOptimizer, StepEvent
 from scion_telemetry.plan import Planned, agree, make_plan, require_equal, warn_of_different_replicas
-from scion_telemetry.reduce import Buffers, HostBuffers, Schema, own_group
+from scion_telemetry.reduce import Buffers, HostBuffers, Schema, drop_group, own_group
 from scion_telemetry.rows import Batch, ParamInfo, Row, RunInfo, Sink, Value
 from scion_telemetry.scalars import Number, ScalarLog, Window
 from scion_telemetry.schedule import Schedule, every, name_of
@@ -249,6 +249,7 @@ class Tracker:
             return
         try:
             self._send_last_scalars()
+            drop_group(self._group)
         finally:  # also when another rank is gone
             self._finish()
 

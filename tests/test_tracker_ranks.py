@@ -1,6 +1,7 @@
 """Ranks that differ: in what they hold, in what they were told, and in what fails; and what is counted once."""
 
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -356,6 +357,22 @@ def leaves(rank: int, world: int) -> tuple[bool, list[int]]:
     with pytest.raises(KeyError, match="the user's"):
         train()
     return sink.closed, sink.steps
+
+
+def many(rank: int, world: int) -> list[int]:
+    model, sockets = named(w=torch.ones(2, 2)), []
+    optimizer = sgd(*model.parameters())
+    for _ in range(6):
+        with Tracker(model, optimizer, schedule=every(1)):
+            optimizer.step()
+        sockets.append(os.open(os.devnull, os.O_RDONLY))  # the lowest number that is free
+        os.close(sockets[-1])
+    return sockets
+
+
+def test_trackers_one_after_another_leave_no_group_behind() -> None:
+    for sockets in run_forked(many, 2, timeout=20):
+        assert sockets[-1] <= sockets[1]
 
 
 def test_after_an_exception_no_rank_waits_for_another() -> None:
