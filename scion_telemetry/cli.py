@@ -1,5 +1,7 @@
 """The command line: ``scion-telemetry demo``, ``show``, ``plot`` and ``dashboard``."""
 
+import json
+import shlex
 import sys
 import time
 from datetime import datetime
@@ -8,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -32,7 +35,7 @@ def main() -> None:
     """Entry point of the ``scion-telemetry`` command: errors of the user are one line, without a trace."""
     try:
         app()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         _fail(str(error))
 
 
@@ -74,15 +77,14 @@ def demo(
 
     launch(config)
     run = load_run(folder)
-    console = Console()
-    console.print(_layer_table(run))
-    _conclude(console, run, time.perf_counter() - started)
+    _print_layers(run)
+    _conclude(run, time.perf_counter() - started)
 
 
 @app.command()
 def show(run: RunPath) -> None:
     """Print the last measured values of every parameter."""
-    Console().print(_layer_table(load_run(run)))
+    _print_layers(load_run(run))
 
 
 @app.command()
@@ -129,6 +131,18 @@ def dashboard_wandb(
         typer.echo(workspace.save(entity, project, columns=columns, scalars=scalars))
 
 
+def _print_layers(run: Run) -> None:
+    console, table = Console(), _layer_table(run)
+    # A terminal that is too narrow breaks the lines; rich would cut the numbers.
+    fixed = sum(2 + max(cell_len(str(cell)) for cell in (c.header, *c.cells)) for c in table.columns[1:])
+    console.width = max(console.width, _NAME_WIDTH + fixed)
+    console.print(table)
+
+
+_NAME_WIDTH = 20
+"""Narrowest column of parameter names; longer names are folded."""
+
+
 def _layer_table(run: Run) -> Table:
     summary = run.summary()
     if "fraction" in run.selection:
@@ -150,7 +164,7 @@ def _layer_table(run: Run) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for row in summary.reset_index().to_dict("records"):
         shape = "x".join(map(str, row["shape"])) or "scalar"
-        table.add_row(row["param"], row["role"], shape, *(_number(row[column]) for column in shown))
+        table.add_row(escape(row["param"]), row["role"], shape, *(_number(row[column]) for column in shown))
     return table
 
 
@@ -173,24 +187,26 @@ def _number(value: float) -> str:
     return "" if value != value else f"{value:.3g}" if value >= 0.01 else f"{value:.2g}"
 
 
-def _conclude(console: Console, run: Run, seconds: float) -> None:
+def _conclude(run: Run, seconds: float) -> None:
     from scion_telemetry import plots
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     figure = run.path / "overview.png"
     plots.save(plots.overview(run), figure)
-    losses = run.scalars["val_loss"].dropna()
-    console.print(
-        f"validation loss {losses.iloc[0]:.2f} -> {losses.iloc[-1]:.2f} nats per byte, {seconds:.0f} s in all"
-    )
-    console.print(f"figure          {figure}", highlight=False, soft_wrap=True)
-    console.print(
+    losses = run.scalars["val_loss"]  # of the first and the last step, NaN too: a run that diverged must say so
+    console, folder = Console(), shlex.quote(str(run.path))
+    path = json.dumps(str(run.path), ensure_ascii=False)
+    code = shlex.quote(f"from scion_telemetry import load_run; print(load_run({path}).layers)")
+    say(f"validation loss {losses.iloc[0]:.2f} -> {losses.iloc[-1]:.2f} nats per byte, {seconds:.0f} s in all")
+    say(f"figure          {figure}")
+    say(
         "\nNext:\n"
-        f"  scion-telemetry plot {run.path}      every figure\n"
-        f"  scion-telemetry show {run.path}      this table again\n"
-        f'  python -c "from scion_telemetry import load_run; print(load_run({str(run.path)!r}).layers)"\n'
-        "  README.md                            two lines that put the tracker into your own training loop",
-        highlight=False,
-        soft_wrap=True,
+        f"  scion-telemetry plot {folder}      every figure\n"
+        f"  scion-telemetry show {folder}      this table again\n"
+        f"  python -c {code}\n"
+        "  README.md                            two lines that put the tracker into your own training loop"
     )
 
 

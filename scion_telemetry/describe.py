@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,12 +25,18 @@ def parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     """The parameters that the optimizer steps, by clean name, in model order; tied ones once.
 
     Raises:
-        ValueError: When the optimizer steps a parameter that the model does not have, or parameters are on several
-            devices.
+        ValueError: When the optimizer steps a parameter that the model does not have, two have the same name without
+            wrapper prefixes, parameters are on several devices, or FSDP1 has sharded them.
     """
+    _refuse_fsdp1(model)
     stepped = {param for group in optimizer.param_groups for param in group["params"]}
-    named = {clean_name(name): param for name, param in model.named_parameters()}
-    found: dict[str, Tensor] = {name: param for name, param in named.items() if param in stepped}
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        if param in stepped and found.setdefault(clean_name(name), param) is not param:
+            raise ValueError(
+                f"{name!r} and another parameter are both called {clean_name(name)!r} without the prefixes that "
+                "wrappers add (module, _orig_mod, ...); rename one of them"
+            )
     if foreign := stepped - set(found.values()):
         shapes = sorted(str(tuple(param.shape)) for param in foreign)
         raise ValueError(
@@ -43,6 +50,18 @@ def parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             "model to one device (to_empty for meta) before attaching the tracker"
         )
     return found
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    # Its pieces are flat tensors of this rank that do not say where they lie: they would pass for whole vectors.
+    for module in model.modules():
+        if "_fsdp_wrapped_module" in module._modules:
+            strategy = getattr(getattr(module, "sharding_strategy", None), "name", None)
+            if strategy != "NO_SHARD":
+                raise ValueError(
+                    f"the model is sharded by FullyShardedDataParallel (FSDP1, {strategy}), whose pieces cannot be "
+                    "measured as parts of a layer; use fully_shard (FSDP2)"
+                )
 
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> list[ParamSpec]:
@@ -137,7 +156,14 @@ def _spec(
         shows_update=shown.shows_update,
         owner_shows=shown.owner_shows,
         heads=shown.heads,
+        digest=_digest(local(param.detach())) if dist.is_available() and dist.is_initialized() else 0,
     )
+
+
+def _digest(piece: Tensor) -> int:
+    """Sum of the bits, as whole numbers: the same on every device, in whatever order they are added."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[piece.element_size()]
+    return int(piece.view(bits).sum(dtype=torch.int64))
 
 
 def _is_option(key: str, shown: ParamFacts) -> bool:

@@ -5,6 +5,7 @@ data. Of ranks that hold the same piece one measures it, in turn, so that replic
 counted twice. That the pieces of every parameter add up to the whole is checked here.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from scion_telemetry.metrics.pieces import MatrixShape
 from scion_telemetry.optim.layout import Runs, length
 from scion_telemetry.rows import ParamInfo
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -30,6 +33,7 @@ class ParamSpec:
         shows_update: The optimizer shows its update.
         owner_shows: Some rank assembles the whole direction of its update.
         heads: Parts of its rows that are selected from each for itself.
+        digest: Of the bits of this rank's piece.
     """
 
     info: ParamInfo
@@ -38,6 +42,7 @@ class ParamSpec:
     shows_update: bool = False
     owner_shows: bool = False
     heads: int = 1
+    digest: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +55,7 @@ class Planned:
         measurers: Ranks that measure a piece.
         cut: Dimensions along which pieces are cut.
         holders: Ranks that hold a piece.
+        replicas_differ: Ranks that should hold the same piece held different numbers when the tracker attached.
     """
 
     spec: ParamSpec
@@ -57,6 +63,7 @@ class Planned:
     measurers: tuple[int, ...]
     cut: frozenset[int]
     holders: int
+    replicas_differ: bool
 
     @property
     def layout(self) -> str:
@@ -116,6 +123,19 @@ def require_equal(what: str, by_rank: Sequence[object]) -> None:
             raise ValueError(f"{what} differs between ranks: rank 0 has {by_rank[0]!r}, rank {rank} has {value!r}")
 
 
+def warn_of_different_replicas(plan: Sequence[Planned]) -> None:
+    """Warn of parameters that look replicated and are not: one rank's numbers would be shown for all."""
+    if names := [p.spec.info.name for p in plan if p.replicas_differ]:
+        logger.warning(
+            "%d of %d parameters, the first is %r, have the same name and shape on several ranks but different values, "
+            "and one rank's are measured: name them differently where ranks hold different parts (experts, pipeline "
+            "stages), shard with DTensor for tensor parallelism, or attach the tracker after replicas were made equal",
+            len(names),
+            len(plan),
+            names[0],
+        )
+
+
 def _plan(name: str, found: Sequence[tuple[int, ParamSpec]], turn: int) -> Planned:
     first_rank, first = found[0]
     for rank, spec in found:
@@ -126,9 +146,11 @@ def _plan(name: str, found: Sequence[tuple[int, ParamSpec]], turn: int) -> Plann
                     f"{what} of parameter {name!r} is {one!r} on rank {first_rank} and {other!r} on rank {rank}"
                 )
     pieces: dict[tuple[Runs, ...], list[int]] = {}
+    digests: dict[tuple[Runs, ...], set[int]] = {}
     for rank, spec in found:
         if math.prod(map(length, spec.runs)):
             pieces.setdefault(spec.runs, []).append(rank)
+            digests.setdefault(spec.runs, set()).add(spec.digest)
     total = math.prod(first.info.shape)
     counted = sum(math.prod(map(length, runs)) for runs in pieces)
     if counted != total:
@@ -141,5 +163,6 @@ def _plan(name: str, found: Sequence[tuple[int, ParamSpec]], turn: int) -> Plann
         shape=MatrixShape.of(first.info.shape, first.info.role),
         measurers=tuple(sorted(ranks[turn % len(ranks)] for ranks in pieces.values())),
         holders=len(found),
+        replicas_differ=any(len(seen) > 1 for seen in digests.values()),
         cut=frozenset(d for runs in pieces for d, r in enumerate(runs) if length(r) != first.info.shape[d]),
     )

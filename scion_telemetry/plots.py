@@ -26,19 +26,24 @@ _HEADLINE: Final = "weight_rms_to_rms"
 _RATIO: Final = "update_weight_ratio"
 
 
-def norms_over_steps(run: Run, column: str = _HEADLINE, *, params: Sequence[str] | None = None) -> Figure:
+def norms_over_steps(run: Run, column: str | None = None, *, params: Sequence[str] | None = None) -> Figure:
     """One column of ``run.layers`` over the steps, a line per parameter or, beyond 24, a band per role.
 
     Args:
         run: The run.
-        column: A column of ``run.layers``, ``weight_rms_to_rms`` for example.
+        column: A column of ``run.layers``; by default ``weight_rms_to_rms``, or the first of the weights without it.
         params: Names of the parameters to draw; all that have the column by default.
 
     Raises:
         ValueError: The column or a parameter is unknown.
     """
-    table = column_table(run, run.layers, column, params)
     figure, ax = _single(11, 6.5)
+    if column is None:
+        column = _headline(run)
+        if column not in run.layers.columns:
+            panels.absent(ax, column, f"not measured: this run has no column {column}")
+            return figure
+    table = column_table(run, run.layers, column, params)
     panels.over_steps(ax, table, unit=_unit(run, column), log=_log(column))
     return figure
 

@@ -6,9 +6,10 @@ Numbers are float64 on the way. Slots that a rank has nothing for keep the neutr
 a rank without a parameter, a piece or a gradient takes part without a special case.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,11 +56,38 @@ class Schema:
             used[partial.merge] += size
         return cls(slots=slots, sum_size=used[Merge.SUM], max_size=used[Merge.MAX])
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the layout: equal on two ranks exactly when their buffers mean the same."""
-        lines = (f"{key} {slot.merge} {slot.start} {slot.size}" for key, slot in self.slots.items())
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+def own_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A process group of our own over the ranks of another one (None: all), so that collectives never interleave.
+
+    None where a single process is all there is.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    theirs: Any = process_group or dist.group.WORLD
+    ranks = dist.get_process_group_ranks(theirs)
+    if len(ranks) == 1:
+        return None
+    # A part of the ranks must not wait for the others to create a group that they are not in.
+    group: dist.ProcessGroup | None = dist.new_group(
+        ranks, timeout=_timeout(theirs), use_local_synchronization=process_group is not None
+    )
+    return group
+
+
+def drop_group(group: dist.ProcessGroup | None) -> None:
+    """Give back what ``own_group`` took: a few sockets and threads, once all ranks are done with it."""
+    if type(group) is dist.ProcessGroup:  # torch's test group on threads, a subclass, cannot be destroyed by itself
+        dist.destroy_process_group(group)
+
+
+def _timeout(group: Any) -> timedelta | None:
+    # A new group waits for half an hour otherwise, whatever the user chose for the group beside it.
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)
+        if (timeout := getattr(options, "_timeout", None)) is not None:
+            return timedelta(seconds=timeout.total_seconds())
+    return None
 
 
 class Buffers:

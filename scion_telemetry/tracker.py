@@ -26,8 +26,8 @@ from scion_telemetry.metrics.catalogue import (
     selection_shape,
 )
 from scion_telemetry.optim.events import ObservableOptimizer, StepEvent
-from scion_telemetry.plan import Planned, agree, make_plan, require_equal
-from scion_telemetry.reduce import Buffers, HostBuffers, Schema
+from scion_telemetry.plan import Planned, agree, make_plan, require_equal, warn_of_different_replicas
+from scion_telemetry.reduce import Buffers, HostBuffers, Schema, drop_group, own_group
 from scion_telemetry.rows import Batch, ParamInfo, Row, RunInfo, Sink, Value
 from scion_telemetry.scalars import Number, ScalarLog, Window
 from scion_telemetry.schedule import Schedule, every, name_of
@@ -96,14 +96,14 @@ class Tracker:
     ) -> None:
         self._schedule = every(10) if schedule is None else schedule
         self._optimizer = optimizer
-        self._group = _own_group(process_group)
+        self._group = own_group(process_group)
         self._rank = 0 if self._group is None else self._group.rank()
         self._step = start_step
         self._closed = self._armed = False
         self._buffers: Buffers | None = None
         self._window: Window | None = None
         self.last_flush: FlushStats | None = None
-        params = self._agree_on_parameters(model, metrics, sinks)
+        params = self._agree_on_parameters(model, metrics, sinks, run)
         self._collector = Collector(
             self._plan, self._choice, params, rank=self._rank, group=self._group, step=start_step
         )
@@ -113,12 +113,12 @@ class Tracker:
         self._handles = self._attach()
 
     def _agree_on_parameters(
-        self, model: nn.Module, metrics: str | Sequence[str], sinks: Sequence[Sink]
+        self, model: nn.Module, metrics: str | Sequence[str], sinks: Sequence[Sink], run: Mapping[str, Value] | None
     ) -> dict[str, Tensor]:
         params: dict[str, Tensor] = {}
 
         def mine() -> tuple[Any, ...]:
-            _check_arguments(self._optimizer, self._schedule, sinks, self._step)
+            _check_arguments(self._optimizer, self._schedule, sinks, run, self._step)
             self._choice = choose(metrics)
             params.update(describe.parameters(model, self._optimizer))
             columns = [name for name, _, _ in self._choice.columns]
@@ -130,6 +130,8 @@ class Tracker:
         self._plan = make_plan([rank[0] for rank in everybody])
         if not self._plan:
             raise ValueError("the optimizer steps none of the model's parameters: nothing would be measured")
+        if self._rank == 0:
+            warn_of_different_replicas(self._plan)
         return params
 
     def _open(self, sinks: Sequence[Sink], attributes: Mapping[str, Value]) -> None:
@@ -217,7 +219,7 @@ class Tracker:
         """Number of optimizer steps taken."""
         return self._step
 
-    def log(self, **scalars: Number) -> None:
+    def log(self, /, **scalars: Number) -> None:
         """Log scalars of the step just taken, as numbers or tensors of one number; the mean over ranks is written.
 
         They travel with the next flush, so they appear one flush later than the norms. Nothing is sent off schedule.
@@ -247,6 +249,7 @@ class Tracker:
             return
         try:
             self._send_last_scalars()
+            drop_group(self._group)
         finally:  # also when another rank is gone
             self._finish()
 
@@ -305,7 +308,7 @@ def _read(host: HostBuffers, window: Window) -> tuple[Any, ...]:
     return window.read(host.tail)
 
 
-def _check_arguments(optimizer: object, schedule: object, sinks: Sequence[object], start_step: int) -> None:
+def _check_arguments(optimizer: object, schedule: object, sinks: object, run: object, start_step: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"the tracker attaches to a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the optimizer "
@@ -315,24 +318,16 @@ def _check_arguments(optimizer: object, schedule: object, sinks: Sequence[object
         raise TypeError(
             f"schedule must be a function from a step to True or False, such as every(10); got {schedule!r}"
         )
+    if not isinstance(sinks, Sequence):
+        raise TypeError(f"sinks must be a list, got {sinks!r}; write sinks=[...]")
+    if not isinstance(run, Mapping | None):
+        raise TypeError(f"run must be a dict of attributes such as {{'seed': 0}}, got {run!r}")
     for sink in sinks:
         missing = [m for m in ("open", "write", "close") if not callable(getattr(sink, m, None))]
         if missing:
             raise TypeError(f"a sink needs open(run), write(batch) and close(); {sink!r} has no {missing[0]}")
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step must be a whole number >= 0, got {start_step!r}")
-
-
-def _own_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A process group of the tracker's own, so that its collectives never interleave with the model's."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    if len(ranks) == 1:
-        return None
-    # A part of the ranks must not wait for the others to create a group that they are not in.
-    group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=process_group is not None)
-    return group
 
 
 def _with_replicas(planned: Planned) -> ParamInfo:

@@ -5,6 +5,7 @@ reported with its trace when it starts to fail and again when it recovers (a dis
 training go on.
 """
 
+import atexit
 import logging
 import queue
 import threading
@@ -31,17 +32,20 @@ class Writer:
         self._queue: queue.Queue[Make | None] = queue.Queue(maxsize=_QUEUE_SIZE)
         self._thread = threading.Thread(target=self._work, name="scion-telemetry-writer", daemon=True)
         self._thread.start()
+        atexit.register(self.flush)  # a tracker that nobody closed: what is queued is not lost
 
     def put(self, make: Make) -> None:
         """Queue a batch; ``make`` is called on the worker. Waits while the queue is full."""
         self._queue.put(make)
 
     def flush(self) -> None:
-        """Return once everything queued so far is with the sinks."""
-        self._queue.join()
+        """Return once everything queued so far is with the sinks. In a forked child nothing happens."""
+        if self._thread.is_alive():
+            self._queue.join()
 
     def close(self) -> None:
         """Finish the queue and close the sinks."""
+        atexit.unregister(self.flush)
         self._queue.put(None)
         self._thread.join()
         for sink in self._sinks:

@@ -91,6 +91,13 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         TypeError,
         ["open(run), write(batch) and close()", "'runs/a'"],
     ),
+    "a sink beside a list": (lambda: tracker(sinks=MemorySink()), TypeError, ["sinks must be a list", "MemorySink"]),
+    "run as text": (lambda: tracker(run="seed=0"), TypeError, ["run must be a dict", "'seed=0'"]),
+    "two names that become one": (
+        lambda: tracker(nn.ModuleDict({"a": linear(), "module": nn.ModuleDict({"a": linear()})})),
+        ValueError,
+        ["'module.a.0.weight'", "both called 'a.0'", "rename"],
+    ),
     "start_step below 0": (lambda: tracker(start_step=-1), ValueError, ["start_step", ">= 0", "got -1"]),
     "start_step True": (lambda: tracker(start_step=True), ValueError, ["start_step", "got True"]),
     "a vector for Dion2": (

@@ -338,11 +338,16 @@ def test_a_loss_that_turns_nan_is_marked_and_a_rare_loss_is_not(tmp_path: Path) 
 def test_missing_parts_are_said_and_nothing_raises(tmp_path: Path) -> None:
     run = one_column(tmp_path / "run", {"w": [1.0, 2.0]})
     for name, draw in plots.FIGURES.items():
-        if name != "norms_over_steps":
-            plots.save(draw(run), tmp_path / f"{name}.png")
+        plots.save(draw(run), tmp_path / f"{name}.png")
+    assert "no column weight_rms_to_rms" in texts(plots.norms_over_steps(run))
     said = texts(plots.overview(run))
     for words in ("no loss logged", "no column weight_rms_to_rms", "no column update_weight_ratio", "selects rows"):
         assert words in said
+
+
+def test_norms_without_sigma_are_drawn_by_default(tmp_path: Path) -> None:
+    run = one_column(tmp_path / "run", {"w": [1.0, 2.0]}, column="weight_rms")
+    assert axes_of(plots.norms_over_steps(run)).get_title(loc="left") == "weight RMS"
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:

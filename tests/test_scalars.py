@@ -177,6 +177,12 @@ def test_what_is_no_number_is_refused_and_nothing_of_the_call_is_kept(bad: Any) 
     assert sink.scalars == []
 
 
+def test_any_name_may_be_logged() -> None:
+    names = ("self", "train/loss", "step", "")
+    found = logged(lambda step, rank: dict.fromkeys(names, 1.0), steps=1, schedule=every(1))
+    assert found == [(step, name, 1.0) for step in (0, 1) for name in names]
+
+
 def test_after_close() -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, 2))})
     with Tracker(model, torch.optim.SGD(model.parameters(), lr=0.1)) as tracker:

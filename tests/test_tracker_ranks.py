@@ -1,7 +1,9 @@
 """Ranks that differ: in what they hold, in what they were told, and in what fails; and what is counted once."""
 
 import math
+import os
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from scion_telemetry import Tracker, every
 from scion_telemetry.optim import Dion2
+from scion_telemetry.reduce import own_group
 from scion_telemetry.rows import RunInfo
 from scion_telemetry.sinks import MemorySink
 from scion_telemetry.testing import run_forked, run_threads
@@ -292,7 +296,53 @@ def test_a_plain_function_is_a_schedule_on_several_ranks() -> None:
     assert "0x" not in name
 
 
+# ---------------------------------------------------------------------- what looks like a replica
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_replicas_that_differ_are_said(same: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def run(rank: int, world: int) -> None:
+        mesh = init_device_mesh("cpu", (world,))
+        model = named(
+            whole=torch.ones(2, 2),
+            expert=torch.full((2, 2), math.nan if same else rank + 1.0),
+            cut=distribute_tensor(COUNTING, mesh, [Shard(0)]),
+        )
+        Tracker(model, sgd(*model.parameters())).close()
+
+    run_threads(run, 2, timeout=20)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == (0 if same else 1)
+    assert same or said[0].startswith("1 of 3 parameters, the first is 'expert', have the same name and shape")
+
+
+def fsdp1(rank: int, strategy: ShardingStrategy) -> object:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
+        model = FullyShardedDataParallel(
+            nn.Linear(4, 4, bias=False), use_orig_params=True, sharding_strategy=strategy, device_id=torch.device("cpu")
+        )
+    return Tracker(model, sgd(*model.parameters()))
+
+
+def test_flat_shards_of_fsdp1_do_not_pass_for_layers() -> None:
+    """Both ranks hold a vector of 8 entries under the name of one 4x4 matrix."""
+    flat, whole = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+    for message in run_forked(lambda r, w: outcome(lambda rank: fsdp1(rank, flat), r), 2, timeout=20):
+        assert "FSDP1, FULL_SHARD" in message
+        assert "fully_shard (FSDP2)" in message
+    assert run_forked(lambda r, w: outcome(lambda rank: fsdp1(rank, whole), r), 2, timeout=20) == ["nothing"] * 2
+
+
 # ---------------------------------------------------------------------- ranks that leave
+
+
+def test_the_tracker_waits_no_longer_than_the_user_chose() -> None:
+    def run(rank: int, world: int) -> float:
+        group: Any = own_group(None)
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    assert run_forked(run, 2, timeout=17) == [17.0, 17.0]
 
 
 def leaves(rank: int, world: int) -> tuple[bool, list[int]]:
@@ -307,6 +357,22 @@ def leaves(rank: int, world: int) -> tuple[bool, list[int]]:
     with pytest.raises(KeyError, match="the user's"):
         train()
     return sink.closed, sink.steps
+
+
+def many(rank: int, world: int) -> list[int]:
+    model, sockets = named(w=torch.ones(2, 2)), []
+    optimizer = sgd(*model.parameters())
+    for _ in range(6):
+        with Tracker(model, optimizer, schedule=every(1)):
+            optimizer.step()
+        sockets.append(os.open(os.devnull, os.O_RDONLY))  # the lowest number that is free
+        os.close(sockets[-1])
+    return sockets
+
+
+def test_trackers_one_after_another_leave_no_group_behind() -> None:
+    for sockets in run_forked(many, 2, timeout=20):
+        assert sockets[-1] <= sockets[1]
 
 
 def test_after_an_exception_no_rank_waits_for_another() -> None:

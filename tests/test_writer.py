@@ -1,9 +1,13 @@
 """The worker of rank 0: order, back-pressure, sinks that fail, recover, cannot start or cannot close."""
 
 import logging
+import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +107,44 @@ def test_a_slow_sink_holds_training_up_and_loses_nothing() -> None:
     trainer.join(10)
     writer.close()
     assert steps(sink) == list(range(40))
+
+
+def test_what_is_queued_when_python_ends_is_written(tmp_path: Path) -> None:
+    """A tracker that nobody closed: the worker is a daemon, which would die with the rows of the last steps."""
+    program = f"""
+import time
+from scion_telemetry.rows import Batch
+from scion_telemetry.writer import Writer
+
+class Slow:
+    def write(self, batch):
+        time.sleep(0.05)
+        with open({str(tmp_path / "rows")!r}, "a") as file:
+            file.write(f"{{batch.step}} ")
+
+writer = Writer([Slow()])
+for step in range(4):
+    writer.put(lambda step=step: Batch(step=step))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
+    assert (tmp_path / "rows").read_text() == "0 1 2 3 "
+
+
+def test_in_a_forked_child_flush_waits_for_no_thread_of_the_parent() -> None:
+    gate = threading.Event()
+
+    class Slow(MemorySink):
+        def write(self, batch: Batch) -> None:
+            gate.wait(10)
+
+    writer = Writer([Slow()])
+    writer.put(batch(1))
+    child = multiprocessing.get_context("fork").Process(target=writer.flush, daemon=True)
+    child.start()
+    child.join(5)
+    gate.set()
+    writer.close()
+    assert child.exitcode == 0
 
 
 def test_a_batch_that_cannot_be_finished_is_reported_and_the_next_one_written(

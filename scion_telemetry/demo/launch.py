@@ -1,6 +1,7 @@
 """Start the demo's processes, show their progress, and end them safely."""
 
 import os
+import signal
 import sys
 import tempfile
 from datetime import timedelta
@@ -37,6 +38,8 @@ def launch(config: DemoConfig) -> None:
 
 
 def _rank(rank: int, config: DemoConfig, folder: str) -> None:
+    # A shell starts its background jobs deaf to SIGINT, by which torch ends this process when the launcher dies.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group(
         "gloo",
         init_method=Path(folder, "store").as_uri(),

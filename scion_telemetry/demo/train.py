@@ -51,7 +51,8 @@ Report = Callable[[Progress], None]
 def train(config: DemoConfig, report: Report) -> None:
     """Train the demo model on this rank; inside an initialised process group it is sharded with FSDP2."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     corpus = load_corpus()
     model = GPT(GPTConfig(), seed=config.seed)
     if world > 1:
@@ -104,8 +105,8 @@ def make_optimizer(config: DemoConfig, model: GPT) -> torch.optim.Optimizer:
 def make_sinks(config: DemoConfig) -> list[Sink]:
     """The run directory, and Weights & Biases if asked for."""
     sinks: list[Sink] = [CsvSink(config.out)]
-    if config.wandb:
-        sinks.append(WandbSink(project="scion-telemetry-demo", name=config.out.name, dir=config.out))
+    if config.wandb:  # first: where wandb cannot start, no run directory is left that the next try would refuse
+        sinks.insert(0, WandbSink(project="scion-telemetry-demo", name=config.out.name, dir=config.out))
     return sinks
 
 

@@ -98,11 +98,6 @@ class Place:
             return Place(shape=self.shape, batch=self.batch, rows=chosen, columns=self.columns)
         return Place(shape=self.shape, batch=self.batch, rows=self.rows, columns=chosen)
 
-    @property
-    def whole(self) -> bool:
-        """The piece is the whole parameter."""
-        return self.batch is None and self.rows is None and self.columns is None
-
     def vector_index(self, dim: int) -> Tensor | None:
         """Positions of the piece's rows (``-2``) or columns (``-1``) in a flat ``[B·m]`` or ``[B·n]`` vector."""
         along = self.rows if dim == -2 else self.columns
