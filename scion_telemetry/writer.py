@@ -77,20 +77,23 @@ class Writer:
 
 
 def open_sinks(sinks: Sequence[Sink], start: Callable[[Sink], None]) -> None:
-    """Open all sinks, or none: those already open are closed again when one cannot start."""
+    """Open all sinks, or none: those already open are closed again when one cannot start.
+
+    A sink that has ``discard()`` is asked for that, so that its files do not stand in the way of the next try.
+    """
     opened: list[Sink] = []
     for sink in sinks:
         try:
             start(sink)
         except Exception:
             for other in opened:
-                _close(other)
+                _close(other, discard=True)
             raise
         opened.append(sink)
 
 
-def _close(sink: Sink) -> None:
+def _close(sink: Sink, *, discard: bool = False) -> None:
     try:
-        sink.close()
+        (getattr(sink, "discard", sink.close) if discard else sink.close)()
     except Exception:  # a sink's fault must not hide the user's own exception, nor keep others open
         logger.exception("closing %s failed", type(sink).__name__)

@@ -235,3 +235,15 @@ def test_no_selection_no_file(tmp_path: Path) -> None:
     sink.write(Batch(step=1, layers=rows(1, LAYER_COLUMNS)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["layers.csv", "params.csv", "run.json", "scalars.csv"]
     assert load_run(tmp_path).selection.columns.tolist() == ["step", "param"]
+
+
+def test_a_run_that_did_not_start_leaves_the_path_free(tmp_path: Path) -> None:
+    sink = CsvSink(tmp_path / "run")
+    sink.open(run_info())
+    sink.discard()
+    assert not list((tmp_path / "run").iterdir())
+    write_run(CsvSink(tmp_path / "run"), range(1, 3))
+    resumed = CsvSink(tmp_path / "run", resume=True)
+    resumed.open(run_info(start_step=2))
+    resumed.discard()
+    assert load_run(tmp_path / "run").steps == [1, 2]

@@ -16,7 +16,7 @@ from torch import nn
 
 from scion_telemetry import Tracker, every
 from scion_telemetry.rows import Batch, RunInfo
-from scion_telemetry.sinks import MemorySink
+from scion_telemetry.sinks import CsvSink, MemorySink
 from scion_telemetry.testing import run_threads
 from scion_telemetry.writer import Writer, open_sinks
 
@@ -290,3 +290,17 @@ def test_flush_waits_for_the_sinks() -> None:
         optimizer.step()
         tracker.flush()
         assert sink.steps == [1, 2]
+
+
+def test_a_run_directory_is_taken_back_when_another_sink_cannot_start(tmp_path: Path) -> None:
+    class Refuses(MemorySink):
+        def open(self, run: RunInfo) -> None:
+            raise RuntimeError("not logged in")
+
+    def start(*sinks: Any) -> Tracker:
+        model = nn.Linear(3, 4)
+        return Tracker(model, torch.optim.SGD(model.parameters()), sinks=sinks)
+
+    with pytest.raises(RuntimeError, match="not logged in"):
+        start(CsvSink(tmp_path / "run"), Refuses())
+    start(CsvSink(tmp_path / "run")).close()

@@ -47,7 +47,7 @@ class CsvSink:
         self._resume = resume
         self._columns: dict[str, tuple[str, ...]] = {}
         self._tables: dict[str, TableFile] = {}
-        self._pid = -1
+        self._pid, self._fresh = -1, False
 
     def open(self, run: RunInfo) -> None:
         """Make the directory and its files, or take up the run it holds.
@@ -72,7 +72,7 @@ class CsvSink:
         _replace(self.path / "run.json", (strict_json(facts, indent=2) + "\n").encode())
         _replace(self.path / "params.csv", csv_lines([_PARAM_COLUMNS, *map(_param_cells, run.params)]))
         self._tables = {name: TableFile(self.path / f"{name}.csv", head) for name, head in _headers(run).items()}
-        self._pid = os.getpid()
+        self._pid, self._fresh = os.getpid(), not found
 
     def write(self, batch: Batch) -> None:
         """Append the rows of ``batch``.
@@ -96,6 +96,13 @@ class CsvSink:
         if os.getpid() == self._pid:
             for table in self._tables.values():
                 table.close()
+
+    def discard(self) -> None:
+        """Close, and take a new run back: the tracker did not start, and the next try may use this path."""
+        self.close()
+        if self._fresh and os.getpid() == self._pid:
+            for name in _FILES:
+                (self.path / name).unlink(missing_ok=True)
 
     def _append(self, name: str, data: bytes) -> OSError | None:
         try:
