@@ -192,13 +192,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        pipeline(self._tasks())
+        pipeline(self._lanes())
         return loss
 
-    def _tasks(self) -> Iterator[Iterator[None]]:
-        notify = self._notify if self._observers else None
+    def _lanes(self) -> list[list[Iterator[None]]]:
+        """What there is to do, by the process group that does it."""
         shared = [(grid.group, param) for param, grid in self._grids.items() if grid.group is not None]
         zeros = held_elsewhere(shared) if self._agree else set()
+        lanes: dict[dist.ProcessGroup | None, list[Iterator[None]]] = {}
         for group in self.param_groups:
             algorithm = self._algorithm(group)
             alike: dict[tuple[object, ...], list[Tensor]] = {}
@@ -209,21 +210,26 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     key = (tuple(param.shape), param.dtype, dtype, self._grids[param])
                     alike.setdefault(key, []).append(param)
             for params in alike.values():
-                grid = self._grids[params[0]]
-                owners = () if grid.group is None else tuple(self._owners[p] for p in params)
-                layout = grid.layouts[grid.rank]
-                yield algorithm.step(
-                    Work(
-                        params=tuple(params),
-                        weights=tuple(piece(p, layout) for p in params),
-                        grads=tuple(_local_grad(p, layout) for p in params),
-                        states=tuple(self.state[p] for p in params),
-                        options=group,
-                        layout=layout,
-                        exchange=Exchange(grid=grid, owners=owners),
-                        notify=notify,
-                    )
-                )
+                lanes.setdefault(self._grids[params[0]].group, []).append(self._task(algorithm, group, params))
+        return list(lanes.values())
+
+    def _task(self, algorithm: Algorithm, group: dict[str, Any], params: list[Tensor]) -> Iterator[None]:
+        grid = self._grids[params[0]]
+        layout = grid.layouts[grid.rank]
+        yield from algorithm.step(
+            Work(
+                params=tuple(params),
+                weights=tuple(piece(p, layout) for p in params),
+                grads=tuple(_local_grad(p, layout) for p in params),
+                states=tuple(self.state[p] for p in params),
+                options=group,
+                layout=layout,
+                exchange=Exchange(
+                    grid=grid, owners=() if grid.group is None else tuple(self._owners[p] for p in params)
+                ),
+                notify=self._notify if self._observers else None,
+            )
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As of every optimizer; options are plain values, with the names of functions in their places."""

@@ -186,12 +186,18 @@ def _flat(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([t.reshape(-1) for t in pieces]) if pieces else like.new_empty(0)
 
 
-def pipeline(tasks: Iterable[Iterator[None]], *, depth: int = 3) -> None:
-    """Advance up to ``depth`` tasks in turn, so that one's transfers overlap another's computation.
+def pipeline(lanes: Iterable[Iterable[Iterator[None]]], *, depth: int = 3) -> None:
+    """Advance up to ``depth`` tasks of every lane in turn, so that one's transfers overlap another's computation.
 
-    Every rank must be given the same tasks in the same order: the turns, and so the collectives, then agree.
+    A lane has the tasks of one process group. Every rank of the group must be given the same ones in the same order:
+    their turns, and so the collectives, then agree, whatever else some of the ranks have to do in other lanes.
     """
-    source = iter(tasks)
+    running = [_lane(iter(tasks), depth) for tasks in lanes]
+    while running:
+        running = [lane for lane in running if next(lane, _DONE) is not _DONE]
+
+
+def _lane(source: Iterator[Iterator[None]], depth: int) -> Iterator[None]:
     running: list[Iterator[None]] = []
     exhausted = False
     while running or not exhausted:
@@ -202,6 +208,7 @@ def pipeline(tasks: Iterable[Iterator[None]], *, depth: int = 3) -> None:
             else:
                 running.append(task)
         running = [task for task in running if next(task, _DONE) is not _DONE]
+        yield
 
 
 def require_agreement(shared: Sequence[tuple[dist.ProcessGroup, str, tuple[int, ...]]]) -> None:

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
-from scion_telemetry.optim import Dion2, Layout, Orthogonalizer, Scion
+from scion_telemetry.optim import Layout, Scion
 from scion_telemetry.optim.grid import Dims, Grid, require_supported, shared_coordinates
 from scion_telemetry.optim.layout import Axis, take_piece
 from scion_telemetry.testing import run_threads
 
 pytestmark = pytest.mark.timeout(60)
-EXACT = Orthogonalizer(name="svd", dtype=torch.float32)
 Mesh = Sequence[tuple[int, int | None]]
 """Size of every mesh dimension, and the tensor dimension that it cuts."""
 
@@ -186,98 +185,6 @@ def test_the_stacks_of_other_experts_are_shared_by_other_ranks(ranks: list[list[
     for rank, members, grid, _ in _shared((4, 6, 8), torch.tensor(ranks), (Shard(0), Shard(0))):
         assert members == [rank]
         assert grid.group is None
-
-
-PERMUTED: list[tuple[list[Any], tuple[Placement, ...]]] = [
-    ([3, 1, 0, 2], (Shard(0),)),
-    ([3, 1, 0, 2], (Shard(1),)),
-    ([[3, 1], [2, 0]], (Shard(0), Shard(1))),
-    ([[3, 1], [2, 0]], (Shard(1), Shard(0))),
-    ([[3, 1], [2, 0]], (Replicate(), Shard(0))),
-    ([[0, 2], [1, 3]], (Shard(0), Replicate())),
-    ([[2, 0], [3, 1]], (_StridedShard(0, split_factor=2), Shard(0))),
-]
-
-
-def _dion2(params: list[Tensor]) -> torch.optim.Optimizer:
-    return Dion2(params, lr=0.1, fraction=0.4, newton_schulz_func=EXACT, selection_scope="global", select_dim="rows")
-
-
-def _scion(params: list[Tensor]) -> torch.optim.Optimizer:
-    return Scion(params, lr=0.1, momentum=0.5, norm="Spectral", norm_kwargs={"orthogonalizer": EXACT})
-
-
-def _train(make: Any, shapes: list[tuple[int, ...]], places: Sequence[Any]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    params = [nn.Parameter(place(torch.randn(s, generator=generator))) for s, place in zip(shapes, places, strict=True)]
-    optimizer = make(params)
-    for _ in range(3):
-        for param, shape, place in zip(params, shapes, places, strict=True):
-            param.grad = place(torch.randn(shape, generator=generator))
-        optimizer.step()
-    return [p.detach() for p in params]
-
-
-def _check_trained(expected: list[Tensor], found: list[Tensor]) -> None:
-    for right, param in zip(expected, found, strict=True):
-        piece = param.to_local()
-        torch.testing.assert_close(piece, take_piece(right, Layout.of(param)), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("make", [_scion, _dion2])
-@pytest.mark.parametrize(("ranks", "placements"), PERMUTED)
-def test_ranks_in_any_order_on_the_mesh_step_alike(make: Any, ranks: list[Any], placements: Any) -> None:
-    shapes = [(8, 12)] * 3 + [(12, 8)] * 2
-    expected = _train(make, list(shapes), [lambda full: full] * len(shapes))
-
-    def rank_function(rank: int, world: int) -> None:
-        mesh = DeviceMesh("cpu", torch.tensor(ranks))
-        places = [lambda full: distribute_tensor(full, mesh, placements, src_data_rank=None)] * len(shapes)
-        _check_trained(expected, _train(make, list(shapes), places))
-
-    run_threads(rank_function, 4, timeout=20)
-
-
-@pytest.mark.parametrize("make", [_scion, _dion2])
-def test_parameters_of_one_shape_on_several_meshes_keep_apart(make: Any) -> None:
-    """Equal shapes and placements on other ranks: along either axis of a mesh, over all of it, over a permuted one."""
-    shapes = [(6, 8)] * 8
-    expected = _train(make, list(shapes), [lambda full: full] * len(shapes))
-
-    def rank_function(rank: int, world: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        other = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]))
-        where: list[tuple[DeviceMesh, list[Placement]]] = [
-            (mesh["a"], [Shard(0)]),
-            (mesh["b"], [Shard(0)]),
-            (mesh, [Shard(0), Shard(1)]),
-            (other, [Shard(0), Shard(1)]),
-        ]
-        places = [
-            lambda full, m=m, p=p: distribute_tensor(full, m, p, src_data_rank=None) for m, p in where for _ in range(2)
-        ]
-        _check_trained(expected, _train(make, list(shapes), places))
-
-    run_threads(rank_function, 4, timeout=20)
-
-
-@pytest.mark.parametrize("make", [_scion, _dion2])
-def test_a_rank_outside_of_a_mesh_has_no_part_in_its_parameters(make: Any) -> None:
-    shapes = [(6, 8)] * 2
-    expected = _train(make, list(shapes), [lambda full: full] * len(shapes))
-
-    def rank_function(rank: int, world: int) -> None:
-        inner, every = DeviceMesh("cpu", torch.tensor([2, 0])), init_device_mesh("cpu", (world,))
-        places = [lambda full, m=m: distribute_tensor(full, m, [Shard(0)], src_data_rank=None) for m in (inner, every)]
-        found = _train(make, list(shapes), places)
-        if inner.get_coordinate() is None:
-            assert found[0].to_local().numel() == 0
-            found, right = found[1:], expected[1:]
-        else:
-            right = expected
-        _check_trained(right, found)
-
-    run_threads(rank_function, 3, timeout=20)
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_pipeline_takes_turns_and_keeps_few_in_flight() -> None:
             log.append(f"start {name}")
             yield task(name, 2)
 
-    pipeline(tasks(), depth=2)
+    pipeline([tasks()], depth=2)
     # a and b overlap; c is not even built before one of them has ended, and nothing is left behind.
     assert log == [
         *("start a", "start b", "a0", "b0", "a1", "b1", "a done", "b done"),
@@ -265,7 +265,7 @@ def test_pipeline_refills_as_soon_as_a_task_ends_and_passes_errors_on() -> None:
             log.append(name)
             yield
 
-    pipeline((task(n, t) for n, t in [("a", 1), ("b", 4), ("c", 1)]), depth=2)
+    pipeline([(task(n, t) for n, t in [("a", 1), ("b", 4), ("c", 1)])], depth=2)
     assert "".join(log) == "ab" + "b" + "bc" + "b"  # c takes the place of a at the turn after its end
 
     def broken() -> Iterator[None]:
@@ -273,8 +273,27 @@ def test_pipeline_refills_as_soon_as_a_task_ends_and_passes_errors_on() -> None:
         raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
-        pipeline([broken()])
+        pipeline([[broken()]])
     pipeline([])
+
+
+def test_the_turns_of_a_lane_do_not_depend_on_other_lanes() -> None:
+    """Ranks of one process group may have other work besides: their collectives must come in one order."""
+
+    def turns(other: list[int]) -> str:
+        log: list[str] = []
+
+        def task(name: str, count: int) -> Iterator[None]:
+            for _ in range(count):
+                log.append(name)
+                yield
+
+        mine = [task(name, 2) for name in "abcd"]
+        pipeline([mine, [task("-", count) for count in other]], depth=2)
+        assert log.count("-") == sum(other)
+        return "".join(log).replace("-", "")
+
+    assert {turns(other) for other in ([], [1], [5, 1, 3], [2] * 9)} == {"ababcdcd"}
 
 
 def test_owners_are_balanced_deterministic_and_go_on_from_earlier_loads() -> None:
