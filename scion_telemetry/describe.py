@@ -175,4 +175,8 @@ def _plain(value: Any) -> Value:
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
-    return json.dumps(value) if isinstance(value, Mapping | list | tuple) else getattr(value, "__name__", repr(value))
+    return json.dumps(value, default=_called) if isinstance(value, Mapping | list | tuple) else _called(value)
+
+
+def _called(value: Any) -> str:
+    return str(getattr(value, "__name__", repr(value)))
