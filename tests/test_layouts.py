@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from scion_telemetry.optim import Dion2, Orthogonalizer, Scion
+from scion_telemetry.optim import Dion2, Dion3, Orthogonalizer, Scion
 from scion_telemetry.optim.layout import Layout, local, take_piece
 from scion_telemetry.testing import run_threads
 
@@ -129,3 +129,19 @@ def test_experts_under_dion2_are_stepped_alike_where_rows_are_whole(layout: str)
 def test_right_to_left_sharding_is_stepped_alike() -> None:
     for maker in ("scion", "dion2 rows", "dion2 columns"):
         check(MAKERS[maker], {"even": (8, 6)}, (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+
+
+def dion3(params: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return Dion3(params, lr=0.1, fraction=0.4, weight_decay=0.1, newton_schulz_func=EXACT)
+
+
+def test_dion3_is_stepped_alike_where_rows_are_not_parted_from_each_other() -> None:
+    check(dion3, SHAPES, *LAYOUTS["replicated over 2"])
+    check(dion3, STACKS, *STACK_LAYOUTS["experts over 2"])
+    check(dion3, STACKS, *STACK_LAYOUTS["experts, replicated"])
+
+
+@pytest.mark.parametrize("layout", ["columns over 2", "rows and columns", "HSDP, columns"])
+def test_dion3_refuses_cut_rows_by_name(layout: str) -> None:
+    with pytest.raises(RuntimeError, match="parameter 'wide0': Dion3 normalises whole rows"):
+        check(dion3, SHAPES, *LAYOUTS[layout])
