@@ -1,7 +1,9 @@
 """The command line: ``scion-telemetry demo``, ``show``, ``plot`` and ``dashboard``."""
 
 import json
+import os
 import shlex
+import shutil
 import sys
 import time
 from datetime import datetime
@@ -201,13 +203,22 @@ def _conclude(run: Run, seconds: float) -> None:
     code = shlex.quote(f"from scion_telemetry import load_run; print(load_run({path}).layers)")
     say(f"validation loss {losses.iloc[0]:.2f} -> {losses.iloc[-1]:.2f} nats per byte, {seconds:.0f} s in all")
     say(f"figure          {figure}")
+    bin_ = _bin()
     say(
         "\nNext:\n"
-        f"  scion-telemetry plot {folder}      every figure\n"
-        f"  scion-telemetry show {folder}      this table again\n"
-        f"  python -c {code}\n"
+        f"  {bin_}scion-telemetry plot {folder}      every figure\n"
+        f"  {bin_}scion-telemetry show {folder}      this table again\n"
+        f"  {bin_}python -c {code}\n"
         "  README.md                            two lines that put the tracker into your own training loop"
     )
+
+
+def _bin() -> str:
+    """What to write before a command: nothing where this environment is active, else its folder."""
+    folder = Path(sys.executable).parent
+    if shutil.which("scion-telemetry") == str(folder / "scion-telemetry") or not (folder / "scion-telemetry").exists():
+        return ""
+    return f"{shlex.quote(os.path.relpath(folder))}/"
 
 
 if __name__ == "__main__":
