@@ -7,7 +7,7 @@ LIONS-EPFL/scion, whose keyword arguments these classes take; 1e-8 is added to e
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +48,26 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spectral:
+class _Orthogonal:
+    """What the spectral geometries share: their orthogonaliser."""
+
+    extent: ClassVar[Extent] = "matrix"
+
+    steps: int = 5
+    orthogonalizer: str | NewtonSchulzFunc = "lions_ns5"
+    _func: NewtonSchulzFunc = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_func", make_orthogonalizer(self.orthogonalizer, steps=self.steps))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of the orthogonaliser."""
+        return input_dtype(self._func)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spectral(_Orthogonal):
     """RMS->RMS operator norm: ``lmo = s U Vᵀ``, s = √(d_out/d_in).
 
     Args:
@@ -59,30 +78,11 @@ class Spectral:
         orthogonalizer: Name or callable, see ``orthogonalize.NAMES``.
     """
 
+    stacks: ClassVar[bool] = True
+
     normalized: bool = True
     max: bool = False
     transpose: bool = False
-    steps: int = 5
-    orthogonalizer: str | NewtonSchulzFunc = "lions_ns5"
-    _func: NewtonSchulzFunc = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_func", make_orthogonalizer(self.orthogonalizer, steps=self.steps))
-
-    @property
-    def extent(self) -> Extent:
-        """The whole matrix."""
-        return "matrix"
-
-    @property
-    def stacks(self) -> bool:
-        """Stacks of matrices."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """That of the orthogonaliser."""
-        return input_dtype(self._func)
 
     def _scale(self, d_out: int, d_in: int) -> float:
         if self.transpose:
@@ -100,7 +100,7 @@ class Spectral:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpectralConv:
+class SpectralConv(_Orthogonal):
     """Spectral norm of a convolution ``[out, in, *kernel]``, seen as the matrix ``[out, in·∏kernel]``.
 
     ``lmo = √(out/in) / ∏kernel · U Vᵀ``. (The reference divides by the square of the first kernel size, which is the
@@ -111,27 +111,7 @@ class SpectralConv:
         orthogonalizer: Name or callable.
     """
 
-    steps: int = 5
-    orthogonalizer: str | NewtonSchulzFunc = "lions_ns5"
-    _func: NewtonSchulzFunc = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_func", make_orthogonalizer(self.orthogonalizer, steps=self.steps))
-
-    @property
-    def extent(self) -> Extent:
-        """The whole kernel."""
-        return "matrix"
-
-    @property
-    def stacks(self) -> bool:
-        """A convolution."""
-        return False
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """That of the orthogonaliser."""
-        return input_dtype(self._func)
+    stacks: ClassVar[bool] = False
 
     def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[out, in, *kernel]`` to the same shape, in the orthogonaliser's dtype."""
@@ -155,6 +135,9 @@ class ColNorm:
         transpose: Work on ``gᵀ``; for an embedding ``[vocab, d]`` every row then gets RMS 1.
     """
 
+    stacks: ClassVar[bool] = True
+    dtype: ClassVar[torch.dtype | None] = None
+
     normalized: bool = False
     transpose: bool = False
 
@@ -162,16 +145,6 @@ class ColNorm:
     def extent(self) -> Extent:
         """Columns, or rows when transposed."""
         return "row" if self.transpose else "column"
-
-    @property
-    def stacks(self) -> bool:
-        """Stacks of matrices."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Its own."""
-        return None
 
     def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[d_out, d_in]`` to the same shape."""
@@ -194,6 +167,9 @@ class RowNorm:
         transpose: Work on ``gᵀ``.
     """
 
+    stacks: ClassVar[bool] = True
+    dtype: ClassVar[torch.dtype | None] = None
+
     normalized: bool = True
     transpose: bool = False
 
@@ -201,16 +177,6 @@ class RowNorm:
     def extent(self) -> Extent:
         """Rows, or columns when transposed."""
         return "column" if self.transpose else "row"
-
-    @property
-    def stacks(self) -> bool:
-        """Stacks of matrices."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Its own."""
-        return None
 
     def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[d_out, d_in]`` to the same shape."""
@@ -231,22 +197,11 @@ class RowPower:
         power: -1/2 is RMS->inf (as RowNorm), 1/2 gives rows of RMS 1 (as ColNorm transposed).
     """
 
+    extent: ClassVar[Extent] = "row"
+    stacks: ClassVar[bool] = True
+    dtype: ClassVar[torch.dtype | None] = None
+
     power: float
-
-    @property
-    def extent(self) -> Extent:
-        """Rows."""
-        return "row"
-
-    @property
-    def stacks(self) -> bool:
-        """Stacks of matrices."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Its own."""
-        return None
 
     def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[d_out, d_in]`` to the same shape."""
@@ -265,22 +220,11 @@ class BiasRMS:
         whole: Of matrices, the RMS of all entries (rakkit/disco).
     """
 
+    extent: ClassVar[Extent] = "matrix"
+    stacks: ClassVar[bool] = False
+    dtype: ClassVar[torch.dtype | None] = None
+
     whole: bool = False
-
-    @property
-    def extent(self) -> Extent:
-        """The whole vector."""
-        return "matrix"
-
-    @property
-    def stacks(self) -> bool:
-        """One vector in any shape, and no stack."""
-        return False
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Its own."""
-        return None
 
     def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """Any shape; a 0-d gradient gives its sign."""
@@ -304,23 +248,12 @@ class Sign:
         normalized: False: ``sign(g)``.
     """
 
+    extent: ClassVar[Extent] = "entry"
+    stacks: ClassVar[bool] = True
+    dtype: ClassVar[torch.dtype | None] = None
+
     zero_init: bool = False
     normalized: bool = True
-
-    @property
-    def extent(self) -> Extent:
-        """Single entries."""
-        return "entry"
-
-    @property
-    def stacks(self) -> bool:
-        """Stacks of matrices."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Its own."""
-        return None
 
     def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """``[d_out, d_in]`` to the same shape."""
