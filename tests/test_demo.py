@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
+from wandb_files import only_run
 
 from scion_telemetry import load_run
 from scion_telemetry.cli import app
@@ -144,3 +145,31 @@ def test_errors_are_one_line_and_exit_with_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip() == "error: fraction must be in (0, 1], got 2.0"
     assert not done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_wandb_holds_what_the_run_directory_holds(tmp_path: Path) -> None:
+    done = demo("--steps", "6", "--wandb", "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = load_run(tmp_path / "run")
+    stored = {
+        (row["telemetry/step"], key): value
+        for row in only_run(tmp_path / "run").history
+        for key, value in row.items()
+        if key != "_step"
+    }
+    cells = [
+        (row["step"], f"{prefix}{column}/{row['param']}", value)
+        for table, prefix in ((run.layers, ""), (run.selection, "selection_"))
+        for row in table.to_dict("records")
+        for column, value in row.items()
+        if column not in ("step", "param")
+    ]
+    scalars = run.scalars.melt("step").to_dict("records")
+    cells += [(row["step"], f"scalars/{row['variable']}", row["value"]) for row in scalars]
+    expected = {(step, key): value for step, key, value in cells if value == value}
+    found = {place: value for place, value in stored.items() if not place[1].startswith("telemetry/")}
+    assert found.keys() == expected.keys()
+    assert len(found) > 1000
+    for place, value in expected.items():
+        assert found[place] == pytest.approx(value, rel=1e-8), place
