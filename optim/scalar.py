@@ -56,9 +56,13 @@ class AdamWAlgorithm:
         momenta, variances = list(work.buffers("momentum")), list(work.buffers("variance"))
         cautious, decay = options["cautious_wd"], float(options["weight_decay"])
         before = [w.clone() for w in work.weights] if cautious else []
+        # The kernel takes one dtype: that of the moments, which a checkpoint may have brought along.
+        weights, grads = (
+            [x.to(m.dtype) for x, m in zip(xs, momenta, strict=True)] for xs in (work.weights, work.grads)
+        )
         adamw(
-            list(work.weights),
-            list(work.grads),
+            weights,
+            grads,
             momenta,
             variances,
             [],
@@ -72,6 +76,9 @@ class AdamWAlgorithm:
             eps=float(options["epsilon"]),
             maximize=False,
         )
+        for w, stepped in zip(work.weights, weights, strict=True):
+            if stepped is not w:
+                w.copy_(stepped)
         if cautious:
             for w, old, m in zip(work.weights, before, momenta, strict=True):
                 w.sub_(old * (m * old >= 0), alpha=float(options["lr"]) * decay)
