@@ -300,11 +300,11 @@ def make_norm(name: str, ndim: int, kwargs: Mapping[str, object] | None = None) 
     Raises:
         ValueError: For an unknown name, an unknown option, or a geometry that cannot hold such a parameter.
     """
+    if not isinstance(name, str) or name not in ("Auto", *NORMS, *ALIASES):
+        raise ValueError(f"unknown norm {name!r}; known are Auto, {', '.join((*NORMS, *ALIASES))}")
     if name == "Auto":
         name = "BiasRMS" if ndim < 2 else "Spectral" if ndim == 2 else "SpectralConv"
     name, preset = ALIASES.get(name, (name, {}))
-    if name not in NORMS:
-        raise ValueError(f"unknown norm {name!r}; known are Auto, {', '.join((*NORMS, *ALIASES))}")
     least = {"Spectral": 2, "ColNorm": 2, "RowNorm": 2, "RowPower": 2, "SpectralConv": 3}.get(name, 0)
     if ndim < least:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Options of parameter groups: what is allowed, and the message when it is not."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,11 +9,16 @@ from .orthogonalize import Orthogonalizer
 Check = tuple[Callable[[Any], bool], str]
 """A predicate, and the text of what it allows."""
 
-NOT_NEGATIVE: Check = (lambda v: not isinstance(v, str) and float(v) >= 0, "a number >= 0")
-POSITIVE: Check = (lambda v: not isinstance(v, str) and float(v) > 0, "a number > 0")
-UNIT_INTERVAL: Check = (lambda v: not isinstance(v, str) and 0 < v <= 1, "in (0, 1]")
+NOT_NEGATIVE: Check = (lambda v: _finite(v) and v >= 0, "a number >= 0")
+POSITIVE: Check = (lambda v: _finite(v) and v > 0, "a number > 0")
+UNIT_INTERVAL: Check = (lambda v: _finite(v) and 0 < v <= 1, "in (0, 1]")
 BETAS: Check = (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
 FLAG: Check = (lambda v: isinstance(v, bool), "True or False")
+
+
+def _finite(value: Any) -> bool:
+    # True would pass for 1, and a tensor is a number too (a compiled step takes its lr as one).
+    return not isinstance(value, str | bool) and math.isfinite(value)
 
 
 def one_of(*choices: object) -> Check:
