@@ -11,15 +11,14 @@ from typing import Any, cast, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .algorithm import Algorithm, Work, piece
 from .events import Observer, ParamFacts, StepEvent
 from .grid import Dims, Grid, require_supported, shared_coordinates
-from .layout import Layout
-from .options import check_options, plain, without_functions
-from .transport import Exchange, assign_owners, held_elsewhere, pipeline, require_agreement
+from .layout import Layout, on_mesh
+from .options import FLAG, check_options, plain, without_functions
+from .transport import Exchange, assign_owners, held_elsewhere, in_turn, pipeline, require_agreement
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -45,6 +44,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         agree_on_gradients: bool = False,
     ) -> None:
+        check_options({"agree_on_gradients": agree_on_gradients}, {"agree_on_gradients": FLAG})
+        if not isinstance(process_group, dist.ProcessGroup | None):
+            raise TypeError(
+                "process_group (or distributed_mesh) must be a process group that this rank is in, or None, got "
+                f"{process_group!r}; of a mesh take mesh.get_group()"
+            )
         self._agree = agree_on_gradients
         self._algorithms = {a.name: a for a in algorithms}
         self._process_group = process_group
@@ -202,16 +207,22 @@ class SpectralOptimizer(torch.optim.Optimizer):
         lanes: dict[dist.ProcessGroup | None, list[Iterator[None]]] = {}
         for group in self.param_groups:
             algorithm = self._algorithm(group)
+            check_options(group, algorithm.checks)  # schedules and users may have changed them
             alike: dict[tuple[object, ...], list[Tensor]] = {}
             for param in group["params"]:
-                if (param.grad is not None or param in zeros) and param.numel() and _on_mesh(param):
+                if (param.grad is not None or param in zeros) and param.numel() and on_mesh(param):
+                    if param not in self._grids:
+                        raise ValueError(
+                            f"a parameter of shape {tuple(param.shape)} was put into a group behind the optimizer's "
+                            "back; make the optimizer after the model is sharded, or use add_param_group"
+                        )
                     # By grid, because equal layouts may lie on different meshes.
                     dtype = param.dtype if param.grad is None else param.grad.dtype
                     key = (tuple(param.shape), param.dtype, dtype, self._grids[param])
                     alike.setdefault(key, []).append(param)
             for params in alike.values():
                 lanes.setdefault(self._grids[params[0]].group, []).append(self._task(algorithm, group, params))
-        return list(lanes.values())
+        return [lanes[group] for group in in_turn(lanes)]
 
     def _task(self, algorithm: Algorithm, group: dict[str, Any], params: list[Tensor]) -> Iterator[None]:
         grid = self._grids[params[0]]
@@ -255,8 +266,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for name, saved in state_dict["state"].get(number, {}).items():
                 if isinstance(saved, Tensor) and (state[name] is saved or state[name].dtype != saved.dtype):
                     state[name] = saved.to(state[name].device, copy=True)
-            for name, fresh in self._algorithm(group).prepare(param, group).items():
+            algorithm = self._algorithm(group)
+            for name, fresh in algorithm.prepare(param, group).items():
                 state.setdefault(name, fresh)
+            # The options that were loaded may see other matrices in it: heads, or a rule that wants them whole.
+            if self._grids[param] is not (grid := self._grid(*algorithm.view(param, group))):
+                self._grids[param] = grid
+                self._assign([param])
 
     def _filled(self, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         options = {k: own[k] for k in self._algorithm(own).defaults}
@@ -268,6 +284,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def register_step_observer(self, observer: Observer) -> RemovableHandle:
         """Have ``observer`` called with every ``StepEvent``; returns a handle with ``remove()``."""
+        if not callable(observer):
+            raise TypeError(f"an observer is a function of one StepEvent, got {observer!r}")
         handle = RemovableHandle(self._observers)
         self._observers[handle.id] = observer
         return handle
@@ -311,11 +329,6 @@ def _refuse_duplicates(params: Any) -> Any:
                 raise ValueError(f"{name!r} is the same tensor as {seen[param]!r} (tied weights?); list it once")
             seen[param] = name
     return entries
-
-
-def _on_mesh(param: Tensor) -> bool:
-    """Whether this rank is one of those that the parameter is laid out over."""
-    return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
 
 
 def _local_grad(param: Tensor, layout: Layout) -> Tensor:

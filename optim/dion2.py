@@ -14,7 +14,7 @@ from .base import SpectralOptimizer
 from .events import ParamFacts, Selection, StepEvent
 from .grid import Dims, Grid
 from .layout import Layout, split_rows
-from .options import NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, check_options, one_of
+from .options import BETAS, NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, check_options, one_of
 from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer, one_by_one
 from .scalar import AdamWAlgorithm, LionAlgorithm
 from .scion import ScionAlgorithm
@@ -54,7 +54,7 @@ class Dion2Algorithm:
         "select_dim": one_of("auto", "rows", "cols"),
         "decay_on": one_of("all", "selected"),
         "momentum_dtype": one_of(*_FLOATS, None),
-        "num_heads": (lambda v: v is None or (isinstance(v, int) and v > 0), "None or a whole number > 0"),
+        "num_heads": (lambda v: v is None or (type(v) is int and v > 0), "None or a whole number > 0"),
     }
 
     def prepare(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -64,13 +64,8 @@ class Dion2Algorithm:
                 f"Dion2 steps matrices [d_out, d_in] and stacks of them, got shape {tuple(param.shape)}; give its "
                 "group algorithm='adamw', 'lion' or 'scion' (group_params does)"
             )
-        layout, dims = self.view(param, options)
-        along = len(layout.shape) + _select_dim(layout, options["select_dim"])
-        if dims.rows > 0 and options["selection_scope"] == "global" and along in layout.sharded_dims:
-            raise ValueError(
-                f"a stack of matrices in the layout ({layout.describe()}) would have another number of selected slices "
-                "for every matrix on every rank; give its group selection_scope='local'"
-            )
+        layout, _ = self.view(param, options)
+        _refuse_cut_stack(layout, options)
         make_orthogonalizer(options["newton_schulz_func"])
         return {"momentum": torch.zeros_like(param, dtype=_FLOATS.get(options["momentum_dtype"], param.dtype))}
 
@@ -97,7 +92,8 @@ class Dion2Algorithm:
     def step(self, work: Work) -> Iterator[None]:
         """Accumulate, select, orthonormalise, decay, move."""
         options, lr = work.options, float(work.options["lr"])
-        check_options(options, {"fraction": self.checks["fraction"]})  # it may be scheduled
+        _refuse_late_heads(work)
+        _refuse_cut_stack(work.layout, options)
         momenta = work.buffers("momentum")
         add_all_(momenta, [g.to(m.dtype) for g, m in zip(work.grads, momenta, strict=True)])
         dim = _select_dim(work.layout, options["select_dim"])
@@ -197,6 +193,7 @@ class Dion2(SpectralOptimizer):
         momentum: float = 0.05,
         agree_on_gradients: bool = False,
     ) -> None:
+        check_options({"betas": betas}, {"betas": BETAS})  # also where no group of this optimizer takes them
         defaults = {
             "algorithm": "dion2",
             "lr": lr,
@@ -249,6 +246,22 @@ def lr_factor(adjust_lr: str | None, d_out: int, d_in: int) -> float:
     return 0.2 * math.sqrt(max(d_out, d_in)) if adjust_lr == "rms_norm" else 1.0
 
 
+def _refuse_cut_stack(layout: Layout, options: Mapping[str, Any]) -> None:
+    along = len(layout.shape) + _select_dim(layout, options["select_dim"])
+    if len(layout.shape) == 3 and options["selection_scope"] == "global" and along in layout.sharded_dims:
+        raise ValueError(
+            f"a stack of matrices in the layout ({layout.describe()}) would have another number of selected slices "
+            "for every matrix on every rank; give its group selection_scope='local'"
+        )
+
+
+def _refuse_late_heads(work: Work) -> None:
+    shape, heads = work.layout.shape, work.options["num_heads"]
+    placed = shape[0] if len(shape) > work.params[0].ndim else None
+    if heads != placed:
+        raise ValueError(f"num_heads is fixed when a group is added: it was {placed!r}, got {heads!r}")
+
+
 def _select_dim(layout: Layout, choice: str) -> int:
     if choice != "auto":
         return -2 if choice == "rows" else -1
@@ -265,14 +278,14 @@ def _select(
     """Scores of this rank's slices, indices of the selected ones, and how many every block has, for every matrix."""
     grid, fraction = work.exchange.grid, work.options["fraction"]
     along, other = len(work.layout.shape) + dim, len(work.layout.shape) - 3 - dim
-    everywhere = work.options["selection_scope"] == "global" or not grid.cut(along)
+    everywhere = work.options["selection_scope"] == "global" and grid.cut(along)
     scores = [l1_scores(m, dim) for m in momenta]
     table: Tensor | None = None
-    if grid.cut(other) or (everywhere and grid.cut(along)):
+    if everywhere or grid.cut(other):
         table = yield from work.exchange.add_up(scores, along)
         scores = list(table.index_select(-1, grid.index(along, table.device)))
     sizes = grid.sizes(along)
-    if everywhere and grid.cut(along):
+    if everywhere:
         assert table is not None
         chosen = top_k(table, selected_count(fraction, table.size(-1)))
         marked = torch.zeros_like(table, dtype=torch.bool).scatter_(-1, chosen, True)

@@ -108,6 +108,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def on_mesh(tensor: Tensor) -> bool:
+    """Whether this rank is one of those that ``tensor`` is laid out over."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
 def length(runs: Runs) -> int:
     """Number of indices in ``runs``."""
     return sum(stop - start for start, stop in runs)

@@ -11,7 +11,7 @@ from .algorithm import Work, add_all_, scale_all_
 from .base import SpectralOptimizer
 from .events import ParamFacts, StepEvent
 from .grid import Dims, Grid
-from .layout import Layout, local, take_piece
+from .layout import Layout, local, on_mesh, take_piece
 from .norms import Norm, Spectral, SpectralConv, make_norm
 from .options import FLAG, NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check
 from .orthogonalize import one_by_one
@@ -173,7 +173,7 @@ class Scion(SpectralOptimizer):
             "lr": lr,
             "momentum": momentum,
             "norm": norm,
-            "norm_kwargs": dict(norm_kwargs or {}),
+            "norm_kwargs": {} if norm_kwargs is None else norm_kwargs,
             "scale": scale,
             "unconstrained": unconstrained,
             "weight_decay": weight_decay,
@@ -200,12 +200,14 @@ class Scion(SpectralOptimizer):
         number = 0
         for group in self.param_groups:
             for param in group["params"]:
+                number += 1
+                if not (param.numel() and on_mesh(param)):
+                    continue
                 layout = Layout.of(param)
-                generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + number)
+                generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + number - 1)
                 norm = _norm(group, param.ndim)
                 full = norm.init_(torch.empty(layout.shape, dtype=torch.float32), generator) * group["scale"]
                 local(param).copy_(take_piece(full, layout))
-                number += 1
 
 
 class ScionLight(Scion):
@@ -250,8 +252,10 @@ class ScionLight(Scion):
         """Restore, the gradients too; a parameter whose checkpoint has none is left without."""
         super().load_state_dict(state_dict)
         for param, state in self.state.items():
-            has = state.get("has_grad", True)
-            param.grad = state.get("grad") if has is None or has else None
+            has, grad = state.get("has_grad", True), state.get("grad")
+            dtype = param.grad_dtype  # None allows any
+            keeps = grad is not None and (has is None or has)
+            param.grad = grad.to(dtype or grad.dtype) if keeps else None
         self._drop()
 
     def _drop(self) -> None:
@@ -282,7 +286,5 @@ def _norm(options: Mapping[str, Any], ndim: int) -> Norm:
 def _must_gather(norm: Norm, grid: Grid) -> bool:
     """Whether a rank's piece is not enough, or the work is worth sharing between replicas."""
     rows, columns = grid.cut(grid.dims.rows), grid.cut(grid.dims.columns)
-    if grid.dims.columns is None:  # a vector is one row, so cutting it cuts the row
-        rows, columns = False, rows
     need = {"entry": False, "row": columns, "column": rows, "matrix": rows or columns}[norm.extent]
     return need or isinstance(norm, Spectral | SpectralConv)

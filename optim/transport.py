@@ -223,9 +223,9 @@ def require_agreement(shared: Sequence[tuple[dist.ProcessGroup, str, tuple[int, 
     Raises:
         ValueError: By the name of the first parameter that differs, on every rank.
     """
-    for group in dict.fromkeys(group for group, _, _ in shared):
+    for group in in_turn(group for group, _, _ in shared):
         mine = [(name, shape) for g, name, shape in shared if g is group]
-        everybody: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(group.size())]
+        everybody: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(everybody, mine, group=group)
         for seen in zip_longest(*everybody):
             if len(set(seen)) > 1:
@@ -240,12 +240,20 @@ def require_agreement(shared: Sequence[tuple[dist.ProcessGroup, str, tuple[int, 
 def held_elsewhere(shared: Sequence[tuple[dist.ProcessGroup, Tensor]]) -> set[Tensor]:
     """Parameters without a gradient here that have one on another rank of their group: one small all-reduce a group."""
     found: set[Tensor] = set()
-    for group in dict.fromkeys(group for group, _ in shared):
+    for group in in_turn(group for group, _ in shared):
         params = [param for g, param in shared if g is group]
         present = torch.tensor([p.grad is not None for p in params], dtype=torch.int32, device=params[0].device)
         dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
         found.update(p for p, any_rank in zip(params, present.tolist(), strict=True) if any_rank and p.grad is None)
     return found
+
+
+def in_turn(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup | None]:
+    """Every group once, in an order that all ranks share: of ranks that wait for one another none is the last.
+
+    None, this rank alone, comes first.
+    """
+    return sorted(dict.fromkeys(groups), key=lambda g: [] if g is None else dist.get_process_group_ranks(g))
 
 
 def assign_owners(costs: Sequence[float], loads: list[float]) -> tuple[int, ...]:

@@ -105,6 +105,39 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         ValueError,
         ["'b'", "(3,)", "adamw"],
     ),
+    "a float for betas": (
+        lambda: Dion2(linear().parameters(), betas=0.9),  # type: ignore[arg-type]
+        ValueError,
+        ["betas must be two numbers in [0, 1)", "got 0.9"],
+    ),
+    "text for norm_kwargs": (
+        lambda: Scion(linear().parameters(), norm_kwargs="abc"),  # type: ignore[arg-type]
+        ValueError,
+        ["norm_kwargs must be a dict", "'abc'"],
+    ),
+    "a list for norm": (
+        lambda: Scion(linear().parameters(), norm=["Sign"]),  # type: ignore[arg-type]
+        ValueError,
+        ["unknown norm ['Sign']", "RowNorm"],
+    ),
+    "heads True": (lambda: Dion2(linear().parameters(), num_heads=True), ValueError, ["num_heads", "got True"]),
+    "fraction True": (lambda: Dion2(linear().parameters(), fraction=True), ValueError, ["fraction", "got True"]),
+    "lr without end": (lambda: Scion(linear().parameters(), lr=float("inf")), ValueError, ["lr", "got inf"]),
+    "lr in the place of the mesh": (
+        lambda: Dion2(linear().parameters(), 0.02),  # type: ignore[arg-type]
+        TypeError,
+        ["distributed_mesh", "a process group that this rank is in, or None", "got 0.02"],
+    ),
+    "text for a flag": (
+        lambda: Scion(linear().parameters(), agree_on_gradients="no"),  # type: ignore[arg-type]
+        ValueError,
+        ["agree_on_gradients must be True or False", "'no'"],
+    ),
+    "an observer that is none": (
+        lambda: Scion(linear().parameters()).register_step_observer(None),  # type: ignore[arg-type]
+        TypeError,
+        ["an observer is a function of one StepEvent", "got None"],
+    ),
     "unknown norm": (lambda: Scion(linear().parameters(), norm="Spektral"), ValueError, ["'Spektral'", "RowNorm"]),
 }
 

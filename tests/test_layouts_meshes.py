@@ -123,3 +123,67 @@ def test_ranks_that_share_some_parameters_may_have_others() -> None:
         _check_trained([expected[i] for i in mine], [found[i] for i in mine])
 
     run_forked(rank_function, 3, timeout=20)
+
+
+def test_a_rank_outside_of_the_mesh_goes_along() -> None:
+    def run(rank: int, world: int) -> Tensor:
+        mesh = DeviceMesh("cpu", [0, 1])
+        param = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)]))
+        optimizer = Scion([param], momentum=0.1)
+        optimizer.init()
+        drawn = param.to_local().detach().clone()
+        param.grad = param.detach().clone() if rank < 2 else None
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        return drawn
+
+    whole = nn.Parameter(torch.zeros(6, 4))
+    Scion([whole]).init()
+    *pieces, outside = run_threads(run, 3, timeout=20)
+    torch.testing.assert_close(torch.cat(pieces), whole.detach(), rtol=0, atol=0)
+    assert not outside.numel()
+
+
+@pytest.mark.parametrize("agree", [False, True])
+def test_meshes_in_a_circle_whose_parameters_every_rank_lists_otherwise(agree: bool) -> None:
+    """Ranks that each begin with another one would wait for one another, all around."""
+
+    def run(rank: int, world: int) -> Tensor:
+        meshes = {pair: DeviceMesh("cpu", list(pair)) for pair in [(0, 1), (0, 2), (1, 2)]}
+        params = {
+            pair: nn.Parameter(distribute_tensor(torch.eye(4, 3), mesh, [Shard(0)])) for pair, mesh in meshes.items()
+        }
+        begin = [(0, 1), (1, 2), (0, 2)][rank]
+        mine = sorted((p for p in params if rank in p), key=lambda pair: pair != begin)
+        optimizer = Dion2([(str(p), params[p]) for p in mine], agree_on_gradients=agree, newton_schulz_func=EXACT)
+        for pair in mine:
+            params[pair].grad = params[pair].detach().clone()
+        optimizer.step()
+        return torch.stack([params[p].full_tensor().detach() for p in sorted(mine)])
+
+    for found in run_threads(run, 3, timeout=20):
+        assert (found != torch.eye(4, 3)).any()
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_a_sharded_rule_from_a_checkpoint_gathers_what_it_needs() -> None:
+    """An optimizer made for AdamW, which shares nothing, becomes the Dion2 that was saved."""
+
+    def run(rank: int, world: int) -> tuple[Tensor, Tensor]:
+        mesh = init_device_mesh("cpu", (world,))
+
+        def param() -> nn.Parameter:
+            made = nn.Parameter(distribute_tensor(torch.eye(6, 4), mesh, [Shard(0)]))
+            made.grad = distribute_tensor(torch.arange(24.0).view(6, 4).sin(), mesh, [Shard(0)])
+            return made
+
+        first, second = param(), param()
+        source = Dion2([first], fraction=0.5, newton_schulz_func="svd/5/float32")
+        target = Dion2([{"params": [second], "algorithm": "adamw"}])
+        target.load_state_dict(source.state_dict())
+        source.step()
+        target.step()
+        return first.to_local().detach(), second.to_local().detach()
+
+    for first, second in run_threads(run, 2, timeout=20):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)

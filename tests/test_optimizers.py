@@ -305,3 +305,36 @@ def test_experts_are_stepped_one_by_one_by_both() -> None:
 def test_parameters_on_several_kinds_of_device_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match=r"several device types \['cpu', 'meta'\]"):
         make([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2, device="meta"))])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lr", -1),
+        ("lr", float("nan")),
+        ("epsilon", -1),
+        ("ef_decay", 5),
+        ("select_dim", "x"),
+        ("selection_scope", "x"),
+        ("num_heads", 2),
+        ("num_heads", 3),
+    ],
+)
+def test_group_values_that_become_wrong_are_refused_before_anything_moves(option: str, value: Any) -> None:
+    param = one_param((8, 4))
+    optimizer = Dion2([param])
+    optimizer.step()
+    optimizer.param_groups[0][option] = value
+    weight, momentum = param.detach().clone(), optimizer.state[param]["momentum"].clone()
+    with pytest.raises(ValueError, match=f"{option}.*got {value!r}"):
+        optimizer.step()
+    assert_same(param.detach(), weight)
+    assert_same(optimizer.state[param]["momentum"], momentum)
+
+
+@both
+def test_a_parameter_that_the_optimizer_was_not_given_is_refused(make: Make) -> None:
+    optimizer = make([one_param()])
+    optimizer.param_groups[0]["params"][0] = one_param((5, 3))
+    with pytest.raises(ValueError, match=r"shape \(5, 3\) was put into a group.*use add_param_group"):
+        optimizer.step()

@@ -10,7 +10,7 @@ import torch
 from small_training import MAKERS, Make, assert_same, both, one_param, scion, small_model, train
 from torch import Tensor, nn
 
-from scion_telemetry.optim import Dion2, Scion, group_params
+from scion_telemetry.optim import Dion2, Scion, ScionLight, group_params
 
 
 def _through_torch(x: Any) -> Any:
@@ -203,3 +203,67 @@ def test_loading_keeps_observers(make: Make) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     assert len(seen) == 1
+
+
+def test_a_checkpoint_brings_its_heads_and_its_rule() -> None:
+    """Loaded options win, and what they say of the matrices is stepped: not what the optimizer was made with."""
+    for saver, loader in [({"num_heads": 2}, {}), ({}, {"num_heads": 2}), ({}, {"algorithm": "adamw"})]:
+        first, second = one_param((8, 4)), one_param((8, 4))
+        source, target = Dion2([{"params": [first], **saver}]), Dion2([{"params": [second], **loader}])
+        source.step()
+        target.load_state_dict(copy.deepcopy(source.state_dict()))
+        with torch.no_grad():
+            second.copy_(first)
+        source.step()
+        target.step()
+        assert_same(second, first)
+        assert target.facts(second) == source.facts(first)
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+def test_moments_and_gradients_of_another_dtype_than_the_parameter(algorithm: str, cautious: bool) -> None:
+    options = {"algorithm": algorithm, "cautious_wd": cautious, "lr": 0.1}
+    weights = {}
+    for here, there in [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]:
+        saver, loader = one_param(dtype=here), one_param(dtype=there)
+        source, target = Dion2([{"params": [saver], **options}]), Dion2([{"params": [loader], **options}])
+        source.step()
+        target.load_state_dict(source.state_dict())
+        source.step()
+        target.step()
+        assert target.state[loader]["momentum"].dtype == here
+        torch.testing.assert_close(
+            target.state[loader]["momentum"], source.state[saver]["momentum"], rtol=0.02, atol=0.02
+        )
+        weights[here] = loader.detach().float() - one_param(dtype=there).detach().float()
+    # Either one has moved once, by its second step.
+    torch.testing.assert_close(weights[torch.float32], weights[torch.bfloat16], rtol=0.1, atol=0.02)
+    param = one_param(dtype=torch.bfloat16)
+    param.grad = None
+    param.grad_dtype = torch.float32
+    param.grad = one_param().grad
+    before = param.detach().clone()
+    Dion2([{"params": [param], **options}]).step()
+    assert (param != before).any()
+    assert param.isfinite().all()
+
+
+def test_gradients_of_a_scion_light_load_in_the_dtype_of_the_parameter() -> None:
+    source, loader = ScionLight([one_param()], momentum=0.1), one_param(dtype=torch.bfloat16)
+    source.step()
+    target = ScionLight([loader], momentum=0.1)
+    target.load_state_dict(source.state_dict())
+    saved = source.param_groups[0]["params"][0].grad
+    assert loader.grad is not None
+    assert_same(loader.grad, saved.bfloat16())
+    target.step()
+
+
+def test_initial_weights_of_matrices_without_entries() -> None:
+    params = [nn.Parameter(torch.zeros(shape)) for shape in [(0, 5), (5, 0), (2, 3, 0, 1), (4, 4)]]
+    alone = nn.Parameter(torch.zeros(4, 4))
+    Scion(params).init()
+    Scion([*params[:3], alone]).init()
+    assert params[3].any()
+    assert_same(params[3], alone)
