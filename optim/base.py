@@ -217,7 +217,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                             "back; make the optimizer after the model is sharded, or use add_param_group"
                         )
                     # By grid, because equal layouts may lie on different meshes.
-                    dtype = param.dtype if param.grad is None else param.grad.dtype
+                    dtype = (param.grad_dtype or param.dtype) if param.grad is None else param.grad.dtype
                     key = (tuple(param.shape), param.dtype, dtype, self._grids[param])
                     alike.setdefault(key, []).append(param)
             for params in alike.values():
@@ -253,7 +253,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Restore copies, in the dtype they were saved in (torch would share them, and cast to that of the parameter).
 
         What the checkpoint lacks stays as it is here, or starts anew: options that are younger, functions (which cannot
-        be saved), state.
+        be saved), state. Its options win; where they share other matrices between ranks, all ranks have to load.
         """
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):  # otherwise torch refuses
@@ -333,7 +333,7 @@ def _refuse_duplicates(params: Any) -> Any:
 
 def _local_grad(param: Tensor, layout: Layout) -> Tensor:
     if param.grad is None:
-        return torch.zeros_like(piece(param, layout))
+        return torch.zeros_like(piece(param, layout), dtype=param.grad_dtype or param.dtype)
     if param.grad.layout != torch.strided:
         raise ValueError(
             f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({param.grad.layout}); only dense "

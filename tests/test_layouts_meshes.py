@@ -187,3 +187,24 @@ def test_a_sharded_rule_from_a_checkpoint_gathers_what_it_needs() -> None:
 
     for first, second in run_threads(run, 2, timeout=20):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_agreed_on_has_the_dtype_of_the_others() -> None:
+    """Parameters step together by the dtype of their gradients, which a rank that lacks one has to know."""
+
+    def run(rank: int, world: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (world,))
+        params = []
+        for _ in range(2):
+            param = nn.Parameter(distribute_tensor(torch.eye(6, 4, dtype=torch.bfloat16), mesh, [Shard(0)]))
+            param.grad_dtype = torch.float32
+            params.append(param)
+        optimizer = Dion2(params, fraction=1.0, newton_schulz_func=EXACT, agree_on_gradients=True)
+        for param in params[rank:]:
+            param.grad = distribute_tensor(torch.eye(6, 4), mesh, [Shard(0)], src_data_rank=None)
+        optimizer.step()
+        return torch.stack([param.full_tensor().detach() for param in params])
+
+    for found in run_threads(run, 2, timeout=20):
+        assert (found[0] != torch.eye(6, 4)).any()
+        assert (found[1] != torch.eye(6, 4)).any()
