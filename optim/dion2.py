@@ -162,7 +162,8 @@ class Dion2(SpectralOptimizer):
         decay_on: Weight decay on ``all`` rows or on the ``selected`` ones (microsoft/dion issue 120: the rest is
             decayed every step though it moves in a fraction of them).
         momentum_dtype: Of the momentum, as dtype or name; None: that of the parameter.
-        num_heads: The rows of every matrix are so many heads, each selected from and orthonormalised for itself.
+        num_heads: The rows of every matrix are so many heads, each selected from and orthonormalised for itself. Fixed
+            when a group is added.
         momentum: Of Scion groups: one minus β, in (0, 1].
         agree_on_gradients: Where ranks may lack different gradients, agree on them in every step.
 

@@ -174,7 +174,13 @@ def test_dion2_refuses_stacks_that_are_cut_where_it_selects_from_all_ranks() -> 
         with pytest.raises(ValueError, match=r"'experts': a stack.*Shard\(1\) x2.*selection_scope='local'"):
             _dion2(model)
         groups = group_params(model, roles={"expert": {"selection_scope": "local"}})
-        Dion2(groups, selection_scope="global", select_dim="rows")
+        optimizer = Dion2(groups, selection_scope="global", select_dim="rows")
+        for group in optimizer.param_groups:
+            group.update({"selection_scope": "global"} if group["role"] == "expert" else {})
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p, requires_grad=False)
+        with pytest.raises(ValueError, match=r"a stack.*Shard\(1\) x2.*selection_scope='local'"):
+            optimizer.step()
 
     run_threads(rank_function, 2, timeout=20)
 
