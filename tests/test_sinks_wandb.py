@@ -266,3 +266,18 @@ def test_online_without_a_login_says_what_to_do(tmp_path: Path) -> None:
         assert "could not be started" in output
         assert 'mode="offline" or WANDB_MODE=offline' in output
     assert offline_runs(tmp_path) == []
+
+
+def test_a_relative_folder_is_this_process_s_even_where_the_service_runs_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    import wandb
+
+    wandb.setup()  # the service starts in the folder of now
+    monkeypatch.chdir(tmp_path / "here")
+    sink = WandbSink(project="p", dir="logs", mode="offline", settings=settings())
+    sink.open(run_info())
+    sink.write(Batch(step=1, scalars=(Scalar(step=1, name="loss", value=0.5),)))
+    sink.close()
+    assert only_run(tmp_path / "here" / "logs").history

@@ -222,6 +222,8 @@ def _start(init: dict[str, Any]) -> Any:
     except ImportError as error:
         raise RuntimeError("WandbSink needs wandb: pip install 'scion-telemetry[wandb]'") from error
     if "dir" in init:
+        # wandb's service may have been started by another process, in another folder.
+        init = {**init, "dir": os.path.abspath(init["dir"])}
         Path(init["dir"]).mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary folder otherwise
     try:
         if "mode" not in init and not os.environ.get("WANDB_MODE") and not _can_go_online(wandb):
