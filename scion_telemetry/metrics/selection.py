@@ -37,7 +37,7 @@ class History:
 
     def update(self, indices: Tensor, step: int) -> None:
         """Note a selection: ``indices`` is ``[B, k]``."""
-        self.last.scatter_(-1, indices, torch.full_like(indices, step, dtype=torch.int32))
+        self.last.scatter_(-1, indices, step)
         self.step, self.selected = step, indices.numel()
 
     def repeated(self, indices: Tensor) -> Tensor:
