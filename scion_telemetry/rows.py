@@ -56,6 +56,8 @@ class RunInfo:
         world_size: Number of ranks whose pieces were reduced.
         start_step: Step after which this tracker attached: 0, or more for a resumed run.
         versions: Package versions: ``{"torch": "2.13.0", ...}``.
+        histograms: Names of the histograms that may come. Empty when none do.
+        slice_columns: Columns of ``slices``, in order. Empty when nothing is told of single rows.
     """
 
     attributes: Mapping[str, Value]
@@ -67,6 +69,8 @@ class RunInfo:
     world_size: int
     start_step: int
     versions: Mapping[str, str]
+    histograms: tuple[str, ...] = ()
+    slice_columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +100,47 @@ class Scalar:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Histogram:
+    """A distribution over the rows (or slices) of one parameter, in bins of a quarter octave with counts and mass.
+
+    A bin holds the values from ``2**log2`` up to, but not including, ``2**(log2 + 1/4)``.
+
+    Args:
+        step: Number of optimizer steps taken, 1 for the first.
+        param: ``ParamInfo.name``.
+        name: Spelled like a column: ``weight_row_norms``, ``selection_frequencies``.
+        log2: Base-2 logarithm of the lower edge of every bin that is not empty: multiples of 1/4, ascending. ``-inf``
+            (first) stands for exact zeros, NaN (last) for values that are not finite.
+        count: How many values each bin holds.
+        mass: Sum of the values in each bin.
+    """
+
+    step: int
+    param: str
+    name: str
+    log2: tuple[float, ...]
+    count: tuple[float, ...]
+    mass: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """What happened to one row or column that an optimizer selects from, over a whole run. Written once, at its end.
+
+    Args:
+        param: ``ParamInfo.name``.
+        matrix: Number of the stacked matrix or head, 0 for a single one.
+        index: Index of the row or column in that matrix.
+        values: Column to value: how often it was selected, of how many steps, with which mean score.
+    """
+
+    param: str
+    matrix: int
+    index: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """All that one flush brings. Scalars may belong to earlier steps than the rows; steps never go backwards.
 
@@ -104,12 +149,16 @@ class Batch:
         layers: One row a parameter.
         selection: One row a parameter whose optimizer selects.
         scalars: In ascending order of step, then of first use.
+        histograms: Distributions, of the steps of the rows.
+        slices: Every slice of the run, in the batch that ends it; otherwise empty.
     """
 
     step: int
     layers: tuple[Row, ...] = ()
     selection: tuple[Row, ...] = ()
     scalars: tuple[Scalar, ...] = ()
+    histograms: tuple[Histogram, ...] = ()
+    slices: tuple[Slice, ...] = ()
 
 
 class Sink(Protocol):
@@ -118,6 +167,9 @@ class Sink(Protocol):
     ``open`` runs while the tracker is constructed and raises ``ValueError`` or ``RuntimeError`` when the sink cannot
     start. An exception from ``write`` or ``close`` is reported by the tracker and stops neither training nor other
     sinks: the batch is lost to this sink, and the next one is tried again.
+
+    A sink may also have ``extend(run: RunInfo) -> None``: the set of parameters grew in mid-run, and ``run.params``
+    holds all of them now; everything else in ``run`` is as it was.
     """
 
     def open(self, run: RunInfo) -> None:
