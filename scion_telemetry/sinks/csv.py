@@ -5,6 +5,8 @@
     runs/a/layers.csv      step, param, one column a metric
     runs/a/selection.csv   the same for what the optimizer selected; absent when nothing selects
     runs/a/scalars.csv     step, name, value
+    runs/a/histograms.csv  step, param, name, log2, count, mass: one line a bin; absent when none are asked for
+    runs/a/slices.csv      param, matrix, index, one column a fact: the whole run, written at its end
 
 An empty cell was not measured; ``NaN``, ``inf`` and ``-inf`` were. ``scion_telemetry.store`` reads it back.
 """
@@ -16,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from scion_telemetry.rows import SCHEMA_VERSION, Batch, ParamInfo, Row, RunInfo, text
+from scion_telemetry.rows import SCHEMA_VERSION, Batch, Histogram, ParamInfo, Row, RunInfo, Slice, text
 
 from .plain import nonfinite_names, plain_mapping, strict_json
 from .tablefile import TableFile, csv_lines, header_differs, quoted, trim
@@ -24,7 +26,10 @@ from .tablefile import TableFile, csv_lines, header_differs, quoted, trim
 logger = logging.getLogger(__name__)
 
 _PARAM_COLUMNS = ("name", "aliases", "role", "shape", "dtype", "layout", "algorithm", "options")
-_FILES = ("run.json", "params.csv", "layers.csv", "selection.csv", "scalars.csv")
+_HISTOGRAM_COLUMNS = ("step", "param", "name", "log2", "count", "mass")
+_SLICE_COLUMNS = ("param", "matrix", "index")
+_TABLES = ("params", "layers", "selection", "scalars", "histograms", "slices")
+_FILES = ("run.json", *(f"{name}.csv" for name in _TABLES))
 
 
 class CsvSink:
@@ -35,7 +40,9 @@ class CsvSink:
     Args:
         path: The run directory. Made by ``open``, with its parents; the constructor touches nothing.
         resume: Continue the run that the directory holds. Rows of steps after ``RunInfo.start_step`` are cut first:
-            they were written after the checkpoint that is being resumed. An empty or absent directory starts a run.
+            they were written after the checkpoint that is being resumed. ``slices.csv`` tells of the run up to where
+            it ended: it goes with the first batch, and the end writes it anew. An empty or absent directory starts a
+            run.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
@@ -47,7 +54,7 @@ class CsvSink:
         self._resume = resume
         self._columns: dict[str, tuple[str, ...]] = {}
         self._tables: dict[str, TableFile] = {}
-        self._pid, self._fresh = -1, False
+        self._pid, self._fresh, self._outdated = -1, False, False
 
     def open(self, run: RunInfo) -> None:
         """Make the directory and its files, or take up the run it holds.
@@ -63,16 +70,30 @@ class CsvSink:
                 f"{str(self.path)!r} already holds a run ({', '.join(found)}); choose another path, "
                 "or continue that run with CsvSink(path, resume=True)"
             )
-        self._columns = {"layers": run.layer_columns, "selection": run.selection_columns}
+        self._columns = {
+            "layers": run.layer_columns,
+            "selection": run.selection_columns,
+            "histograms": run.histograms,
+            "slices": run.slice_columns,
+        }
         facts = _facts(run)
         if found:
             facts = _continued(self.path, facts, run)
             self._trim(run)
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.path / "run.json", (strict_json(facts, indent=2) + "\n").encode())
-        _replace(self.path / "params.csv", csv_lines([_PARAM_COLUMNS, *map(_param_cells, run.params)]))
+        self._write_params(run)
         self._tables = {name: TableFile(self.path / f"{name}.csv", head) for name, head in _headers(run).items()}
-        self._pid, self._fresh = os.getpid(), not found
+        self._pid, self._fresh, self._outdated = os.getpid(), not found, bool(found)
+
+    def extend(self, run: RunInfo) -> None:
+        """List the parameters that ``run`` has now; their rows follow in the same tables.
+
+        Raises:
+            OSError: ``params.csv`` could not be written; it stands as it was.
+        """
+        if os.getpid() == self._pid:
+            self._write_params(run)
 
     def write(self, batch: Batch) -> None:
         """Append the rows of ``batch``.
@@ -86,8 +107,12 @@ class CsvSink:
             "layers": self._rows("layers", batch.layers),
             "selection": self._rows("selection", batch.selection),
             "scalars": csv_lines([str(int(s.step)), s.name, _cell(s.value)] for s in batch.scalars),
+            "histograms": self._histograms(batch.histograms),
         }
+        slices = self._slices(batch.slices)
         errors = [error for name, data in lines.items() if data and (error := self._append(name, data))]
+        if error := self._replace_slices(slices):
+            errors.append(error)
         if errors:
             raise errors[0]
 
@@ -121,8 +146,45 @@ class CsvSink:
             lines.append(",".join([str(int(row.step)), quoted(row.param), *numbers]) + "\n")
         return "".join(lines).encode()
 
+    def _histograms(self, histograms: Iterable[Histogram]) -> bytes:
+        lines = []
+        for item in histograms:
+            assert item.name in self._columns["histograms"], f"undeclared histogram {item.name!r}"
+            start = f"{int(item.step)},{quoted(item.param)},{quoted(item.name)}"
+            for bin_ in zip(item.log2, item.count, item.mass, strict=True):
+                lines.append(",".join([start, *map(_cell, bin_)]) + "\n")
+        return "".join(lines).encode()
+
+    def _slices(self, slices: Iterable[Slice]) -> bytes:
+        columns = self._columns["slices"]
+        declared = set(columns)
+        lines = []
+        for item in slices:
+            assert item.values.keys() <= declared, f"undeclared slice columns {set(item.values) - declared}"
+            numbers = [_cell(item.values.get(name)) for name in columns]
+            lines.append(",".join([quoted(item.param), str(int(item.matrix)), str(int(item.index)), *numbers]) + "\n")
+        return "".join(lines).encode()
+
+    def _replace_slices(self, data: bytes) -> OSError | None:
+        """Write the table of slices whole; without ``data`` see that none stands there that rows have outlived."""
+        path = self.path / "slices.csv"
+        try:
+            if data:
+                _replace(path, csv_lines([(*_SLICE_COLUMNS, *self._columns["slices"])]) + data)
+            elif self._outdated:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            return error
+        self._outdated = False
+        return None
+
+    def _write_params(self, run: RunInfo) -> None:
+        _replace(self.path / "params.csv", csv_lines([_PARAM_COLUMNS, *map(_param_cells, run.params)]))
+
     def _trim(self, run: RunInfo) -> None:
-        paths = {self.path / f"{name}.csv": head for name, head in _headers(run).items()}
+        # Histograms also when this run makes none: those of the run before are cut like everything else.
+        heads = {**_headers(run), "histograms": _HISTOGRAM_COLUMNS}
+        paths = {self.path / f"{name}.csv": head for name, head in heads.items()}
         existing = {path: head for path, head in paths.items() if path.exists()}
         for path, head in existing.items():  # all are checked before the first is changed
             if header_differs(path, head):
@@ -130,6 +192,9 @@ class CsvSink:
         for path in existing:
             if cut := trim(path, run.start_step):
                 logger.warning("%s: cut %d rows after step %d, where this run resumes", path, cut, run.start_step)
+        slices = self.path / "slices.csv"
+        if slices.exists() and header_differs(slices, (*_SLICE_COLUMNS, *run.slice_columns)):
+            slices.unlink()  # run.json is about to name other columns
 
 
 def _headers(run: RunInfo) -> dict[str, tuple[str, ...]]:
@@ -137,6 +202,8 @@ def _headers(run: RunInfo) -> dict[str, tuple[str, ...]]:
     headers = {"layers": ("step", "param", *run.layer_columns), "scalars": ("step", "name", "value")}
     if run.selection_columns:
         headers["selection"] = ("step", "param", *run.selection_columns)
+    if run.histograms:
+        headers["histograms"] = _HISTOGRAM_COLUMNS
     return headers
 
 
@@ -154,6 +221,8 @@ def _facts(run: RunInfo) -> dict[str, Any]:
         "units": dict(run.units),
         "layer_columns": list(run.layer_columns),
         "selection_columns": list(run.selection_columns),
+        "histograms": list(run.histograms),
+        "slice_columns": list(run.slice_columns),
     }
 
 
@@ -180,15 +249,27 @@ def _continued(path: Path, facts: dict[str, Any], run: RunInfo) -> dict[str, Any
                 f"{str(path)!r} cannot be resumed: {name} differ ({differing}); columns are fixed for a run, "
                 "so measure the same metrics or choose another path"
             )
-    resumed_at = [*old.get("resumed_at", []), run.start_step]
-    return {**facts, "start_step": old.get("start_step", 0), "resumed_at": resumed_at}
+    return {
+        **facts,
+        "start_step": old.get("start_step", 0),
+        "resumed_at": [*old.get("resumed_at", []), run.start_step],
+        "histograms": list(dict.fromkeys([*old.get("histograms", []), *run.histograms])),  # the table holds both
+    }
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a small file whole or not at all."""
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: There is no room; the message names the file.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _param_cells(param: ParamInfo) -> list[str]:

@@ -1,13 +1,13 @@
 """The sink that keeps everything in memory: for tests and notebooks."""
 
-from scion_telemetry.rows import Batch, Row, RunInfo, Scalar
+from scion_telemetry.rows import Batch, Histogram, Row, RunInfo, Scalar, Slice
 
 
 class MemorySink:
     """Keeps what the tracker sends, in lists.
 
     Attributes:
-        run: The facts of the run, ``None`` before ``open``.
+        run: The facts of the run, with the parameters that came last; ``None`` before ``open``.
         batches: Every batch, in order of arrival.
         closed: Whether ``close`` was called.
     """
@@ -19,6 +19,10 @@ class MemorySink:
 
     def open(self, run: RunInfo) -> None:
         """Keep the facts of the run."""
+        self.run = run
+
+    def extend(self, run: RunInfo) -> None:
+        """Keep the facts of the run with its new parameters."""
         self.run = run
 
     def write(self, batch: Batch) -> None:
@@ -48,6 +52,16 @@ class MemorySink:
     def scalars(self) -> list[Scalar]:
         """The scalars of all batches."""
         return [scalar for batch in self.batches for scalar in batch.scalars]
+
+    @property
+    def histograms(self) -> list[Histogram]:
+        """The histograms of all batches."""
+        return [histogram for batch in self.batches for histogram in batch.histograms]
+
+    @property
+    def slices(self) -> list[Slice]:
+        """The slices of all batches."""
+        return [part for batch in self.batches for part in batch.slices]
 
     def value(self, step: int, param: str, column: str) -> float:
         """One measured number, of a layer row or else of a selection row.

@@ -1,7 +1,8 @@
 """The sink for Weights & Biases: a run of its own, or rows in the run of a trainer that logs there already.
 
-Keys are ``{column}/{param}``, ``selection_{column}/{param}`` and ``scalars/{name}``; every row carries
-``telemetry/step``, the x-axis of them all, and ``telemetry/nonfinite``. wandb is imported by ``open`` alone.
+Keys are ``{column}/{param}``, ``selection_{column}/{param}``, ``scalars/{name}`` and, for histograms,
+``{name}/{param}``; every row carries ``telemetry/step``, the x-axis of them all, and ``telemetry/nonfinite``. wandb is
+imported by ``open`` and for histograms alone.
 """
 
 import logging
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from scion_telemetry.rows import SCHEMA_VERSION, Batch, Row, RunInfo, key
+from scion_telemetry.rows import SCHEMA_VERSION, Batch, Histogram, Row, RunInfo, key
 
 from .plain import plain_mapping
 from .wandb_guest import NONFINITE_KEY, STEP_KEY, GuestRows
@@ -20,6 +21,7 @@ from .wandb_guest import NONFINITE_KEY, STEP_KEY, GuestRows
 logger = logging.getLogger(__name__)
 
 _OFFLINE = 'mode="offline" or WANDB_MODE=offline writes the run to disk, and `wandb sync` uploads it later'
+_MAX_BINS = 512  # wandb.Histogram.MAX_LENGTH
 
 
 class WandbSink:
@@ -32,6 +34,10 @@ class WandbSink:
     would have had (see ``wandb_guest``); it is not finished here. A scalar stands there with its latest value at the
     step of its batch; all values at their own steps are in a run of its own and in CSV.
 
+    A histogram is a ``wandb.Histogram`` of the counts in quarter octaves (wider ones where it spans more than 128
+    octaves). Zeros have no place on its axis and are left out; values that are not finite are too, and count in
+    ``telemetry/nonfinite``. The mass in the bins and all slices are left out: CsvSink keeps them.
+
     Args:
         project: Project of the own run; by default ``WANDB_PROJECT`` decides.
         name: Display name of the own run.
@@ -40,8 +46,8 @@ class WandbSink:
         mode: ``online``, ``offline``, ``disabled``, ``shared``; ``None`` follows ``WANDB_MODE``, and where that is
             unset goes online when the user is logged in and offline otherwise.
         run: The run to log into. Excludes all of the above.
-        max_keys: Most layer and selection keys in a batch. Parameters beyond are left out in model order, with one
-            warning.
+        max_keys: Most layer, selection and histogram keys in a batch. Parameters beyond are left out in model
+            order, with one warning.
         **init: Further arguments of ``wandb.init`` for the own run: ``entity``, ``tags``, ``settings``, ...
     """
 
@@ -86,12 +92,21 @@ class WandbSink:
             self._run, self._guest = self._given, GuestRows(self._given)
         else:
             self._run = _start({**self._init, "config": _config(run)})
-        self._budget.order = {param.name: index for index, param in enumerate(run.params)}
+        self._budget.extend(param.name for param in run.params)
         self._run.define_metric(STEP_KEY, hidden=True)
         sections = [*run.layer_columns, *(f"selection_{name}" for name in run.selection_columns), "scalars"]
+        sections += run.histograms
         for name in [NONFINITE_KEY, *(f"{section}/*" for section in sections)]:
             self._run.define_metric(name, step_metric=STEP_KEY)
         self._pid = os.getpid()
+
+    def extend(self, run: RunInfo) -> None:
+        """Take the rows of the parameters that ``run`` has now; the config of the own run sums them up."""
+        if os.getpid() != self._pid:
+            return
+        self._budget.extend(param.name for param in run.params)
+        if self._guest is None:
+            self._run.config.update({"telemetry": _telemetry(run)}, allow_val_change=True)
 
     def write(self, batch: Batch) -> None:
         """Log the rows of ``batch``."""
@@ -115,18 +130,19 @@ class WandbSink:
             self._run.finish()
         self._pid = -1
 
-    def _row(self, step: int, batch: Batch) -> dict[str, float]:
+    def _row(self, step: int, batch: Batch) -> dict[str, Any]:
         """``batch`` as one wandb row of optimizer step ``step``; empty when there is nothing to say."""
         values = [float(value) for row in (*batch.layers, *batch.selection) for value in row.values.values()]
         values += [float(scalar.value) for scalar in batch.scalars]
-        if not values:
+        if not (values or batch.histograms):
             return {}
         kept = self._budget.keep(batch)
-        row: dict[str, float] = {STEP_KEY: int(step)}
+        row: dict[str, Any] = {STEP_KEY: int(step)}
         row |= _flat(kept.layers, "") | _flat(kept.selection, "selection_")
         row |= {key("scalars", scalar.name): float(scalar.value) for scalar in batch.scalars}
-        nonfinite = sum(not math.isfinite(value) for value in values)
-        if batch.layers or nonfinite:
+        row |= _wandb_histograms(kept.histograms)
+        nonfinite = sum(not math.isfinite(value) for value in values) + _count_nonfinite(batch.histograms)
+        if batch.layers or batch.histograms or nonfinite:
             row[NONFINITE_KEY] = nonfinite
         return row
 
@@ -139,11 +155,17 @@ class _KeyBudget:
         self._end: int | None = None  # parameters from this index on are left out
         self.order: dict[str, int] = {}
 
+    def extend(self, names: Iterable[str]) -> None:
+        """Put the parameters that are new behind those that are known, wherever the model has them."""
+        for name in names:
+            self.order.setdefault(name, len(self.order))
+
     def keep(self, batch: Batch) -> Batch:
         """``batch`` without the rows of the parameters that do not fit."""
         sizes: Counter[int] = Counter()
         for row in (*batch.layers, *batch.selection):
             sizes[self.order[row.param]] += len(row.values)
+        sizes.update(self.order[histogram.param] for histogram in batch.histograms)
         used = 0
         for index in sorted(sizes):
             used += sizes[index]
@@ -156,7 +178,8 @@ class _KeyBudget:
         layers, selection = (
             tuple(row for row in rows if self.order[row.param] < end) for rows in (batch.layers, batch.selection)
         )
-        return Batch(step=batch.step, layers=layers, selection=selection)
+        histograms = tuple(histogram for histogram in batch.histograms if self.order[histogram.param] < end)
+        return Batch(step=batch.step, layers=layers, selection=selection, histograms=histograms)
 
     def _cut(self, index: int) -> None:
         if self._end is None:
@@ -174,9 +197,39 @@ def _flat(rows: Iterable[Row], prefix: str) -> dict[str, float]:
     return {key(prefix + name, row.param): float(value) for row in rows for name, value in row.values.items()}
 
 
+def _wandb_histograms(histograms: Iterable[Histogram]) -> dict[str, Any]:
+    """Those that hold anything but zeros and values that are not finite."""
+    binned: dict[str, Any] = {key(item.name, item.param): _bins(item) for item in histograms}
+    if not any(counts for counts, _ in binned.values()):
+        return {}
+    import wandb
+
+    return {name: wandb.Histogram(np_histogram=bins) for name, bins in binned.items() if bins[0]}
+
+
+def _bins(histogram: Histogram) -> tuple[list[float], list[float]]:
+    """Counts and edges of consecutive bins; two, four, ... quarter octaves are one where wandb would refuse so many."""
+    quarters = {round(4 * x): n for x, n in zip(histogram.log2, histogram.count, strict=True) if math.isfinite(x)}
+    if not quarters:
+        return [], []
+    width = 1
+    while max(quarters) // width - min(quarters) // width >= _MAX_BINS:
+        width *= 2
+    first = min(quarters) // width
+    counts = [0.0] * (max(quarters) // width - first + 1)
+    for quarter, count in quarters.items():
+        counts[quarter // width - first] += float(count)
+    return counts, [2.0 ** ((first + index) * width / 4) for index in range(len(counts) + 1)]
+
+
+def _count_nonfinite(histograms: Iterable[Histogram]) -> int:
+    return sum(int(n) for item in histograms for x, n in zip(item.log2, item.count, strict=True) if math.isnan(x))
+
+
 def _by_step(batch: Batch) -> list[tuple[int, Batch]]:
     """``batch`` as one batch for every distinct step in it, ascending."""
-    steps = {int(row.step) for row in (*batch.layers, *batch.selection)} | {int(s.step) for s in batch.scalars}
+    steps = {int(row.step) for row in (*batch.layers, *batch.selection)}
+    steps |= {int(scalar.step) for scalar in batch.scalars} | {int(item.step) for item in batch.histograms}
     return [
         (
             step,
@@ -185,6 +238,7 @@ def _by_step(batch: Batch) -> list[tuple[int, Batch]]:
                 layers=tuple(row for row in batch.layers if row.step == step),
                 selection=tuple(row for row in batch.selection if row.step == step),
                 scalars=tuple(scalar for scalar in batch.scalars if scalar.step == step),
+                histograms=tuple(histogram for histogram in batch.histograms if histogram.step == step),
             ),
         )
         for step in sorted(steps)
@@ -193,6 +247,10 @@ def _by_step(batch: Batch) -> list[tuple[int, Batch]]:
 
 def _config(run: RunInfo) -> dict[str, Any]:
     """Config of the own run: the attributes as they are, everything of ours under ``telemetry``."""
+    return {**plain_mapping(run.attributes), "telemetry": _telemetry(run)}
+
+
+def _telemetry(run: RunInfo) -> dict[str, Any]:
     params = {
         "count": len(run.params),
         "elements": sum(math.prod(param.shape) for param in run.params),
@@ -200,7 +258,7 @@ def _config(run: RunInfo) -> dict[str, Any]:
         "algorithms": dict(Counter(param.algorithm for param in run.params)),
         "shapes": dict(Counter("x".join(map(str, param.shape)) for param in run.params)),
     }
-    telemetry = {
+    return {
         "schema_version": SCHEMA_VERSION,
         "schedule": run.schedule,
         "world_size": run.world_size,
@@ -208,7 +266,6 @@ def _config(run: RunInfo) -> dict[str, Any]:
         "versions": dict(run.versions),
         "params": params,
     }
-    return {**plain_mapping(run.attributes), "telemetry": telemetry}
 
 
 def _start(init: dict[str, Any]) -> Any:

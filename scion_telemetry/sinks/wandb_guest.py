@@ -52,16 +52,16 @@ class GuestRows:
 
     def __init__(self, run: WandbRun) -> None:
         self._run = run
-        self._held: deque[dict[str, float]] = deque()
+        self._held: deque[dict[str, Any]] = deque()
         self._held_values = 0
         self._left_out = 0
         self._last = -1  # row of the run that holds our latest row
-        self._latest: dict[str, float] = {}  # and what we put there
+        self._latest: dict[str, Any] = {}  # and what we put there
         self._seen = run.step  # counter of the run when we looked last
         self._optimizer_step = 0  # and the optimizer step we knew of then
         self._keeps_up = False
 
-    def put(self, step: int, row: dict[str, float]) -> None:
+    def put(self, step: int, row: dict[str, Any]) -> None:
         """Place ``row`` of optimizer step ``step``, now or as soon as there is room. Rows of one step become one."""
         if getattr(self._run, "disabled", False):  # counts nothing, so that every row would wait for ever
             return
@@ -69,7 +69,7 @@ class GuestRows:
         if not self._join(row):
             self._hold(row)
         while self._held and self._place(self._held[0], below=step):
-            self._held_values -= len(self._held.popleft())
+            self._held_values -= _size(self._held.popleft())
 
     def flush(self) -> None:
         """Place everything that waits, after the trainer's last row."""
@@ -99,7 +99,7 @@ class GuestRows:
             self._seen = self._run.step
         self._optimizer_step = step
 
-    def _place(self, row: dict[str, float], *, below: int) -> bool:
+    def _place(self, row: dict[str, Any], *, below: int) -> bool:
         if self._run.step > self._last:
             self._add(row)
             return True
@@ -111,32 +111,32 @@ class GuestRows:
         # The trainer's thread may have moved on between our look and our log; the row was then dropped: again.
         return self._run.step == target
 
-    def _join(self, row: dict[str, float]) -> bool:
+    def _join(self, row: dict[str, Any]) -> bool:
         """Make ``row`` part of our row before it, where both are of one step: the last scalars of a run, mostly."""
         before = self._held[-1] if self._held else self._latest
         if before.get(STEP_KEY) != row[STEP_KEY] or (not self._held and self._run.step != self._last):
             return False
         nonfinite = before.get(NONFINITE_KEY, 0) + row.get(NONFINITE_KEY, 0)
-        size = len(before)
+        size = _size(before)
         before |= row | ({NONFINITE_KEY: nonfinite} if NONFINITE_KEY in before | row else {})
         if self._held:
-            self._held_values += len(before) - size
+            self._held_values += _size(before) - size
         else:
             self._add(before)
         return True
 
-    def _hold(self, row: dict[str, float]) -> None:
-        if self._held_values + len(row) > _MAX_HELD_VALUES:
+    def _hold(self, row: dict[str, Any]) -> None:
+        if self._held_values + _size(row) > _MAX_HELD_VALUES:
             self._leave_out()
         else:
             self._held.append(row)
-            self._held_values += len(row)
+            self._held_values += _size(row)
 
-    def _add(self, row: dict[str, float]) -> None:
+    def _add(self, row: dict[str, Any]) -> None:
         self._run.log(row, commit=False)
         self._last, self._latest = max(self._last, self._run.step), row
 
-    def _open_row(self, step: int, row: dict[str, float]) -> None:
+    def _open_row(self, step: int, row: dict[str, Any]) -> None:
         self._run.log(row, step=step)
         self._last, self._latest = step, row
 
@@ -149,3 +149,8 @@ class GuestRows:
                 "its own with WandbSink(project=...)",
                 len(self._held),
             )
+
+
+def _size(row: dict[str, Any]) -> int:
+    """Number of values in ``row``; a histogram has two a bin."""
+    return sum(max(1, 2 * len(getattr(value, "histogram", ()))) for value in row.values())
