@@ -5,6 +5,8 @@
     run.selection       the same for what the optimizer selected
     run.scalars         step, one column a scalar
     run.params          name, role, shape, options, ...
+    run.histograms      step, param, name, log2, count, mass: one row a bin that is not empty
+    run.slices          param, matrix, index, one column a fact, over the whole run
     load_runs("runs/*").layers      all runs, with the run's name and attributes as columns
 
 A line without its line end is one that is being written, or that a kill has cut: it is never read as data.
@@ -27,7 +29,8 @@ import pandas as pd
 from .rows import SCHEMA_VERSION, Value
 
 _HOLDS = (
-    "a run directory holds run.json, params.csv, layers.csv, scalars.csv and, when rows are selected, selection.csv"
+    "a run directory holds run.json, params.csv, layers.csv, scalars.csv and, where they are measured, selection.csv, "
+    "histograms.csv and slices.csv"
 )
 _PARAM_COLUMNS = ["name", "aliases", "role", "shape", "dtype", "layout", "algorithm", "options"]
 _SUMMARY = {
@@ -68,12 +71,30 @@ class Run:
     @cached_property
     def layers(self) -> pd.DataFrame:
         """One row a step and parameter: ``step``, ``param`` (a category in model order), one column a metric."""
-        return self._rows("layers", self.info.get("layer_columns", ()))
+        return self._rows("layers", ["step", "param", *self.info.get("layer_columns", ())])
 
     @cached_property
     def selection(self) -> pd.DataFrame:
         """One row a step and parameter whose optimizer selects; empty when nothing selects."""
-        return self._rows("selection", self.info.get("selection_columns", ()))
+        return self._rows("selection", ["step", "param", *self.info.get("selection_columns", ())])
+
+    @cached_property
+    def histograms(self) -> pd.DataFrame:
+        """One row a bin: ``step``, ``param``, ``name``, ``log2`` of its lower edge, ``count``, ``mass``.
+
+        Bins are a quarter octave wide, and empty ones have no row. ``log2`` is ``-inf`` for exact zeros and NaN for
+        values that are not finite.
+        """
+        return self._rows("histograms", ["step", "param", "name", "log2", "count", "mass"], texts=("name",))
+
+    @cached_property
+    def slices(self) -> pd.DataFrame:
+        """One row a row or column that an optimizer selects from: ``param``, ``matrix``, ``index`` and its facts.
+
+        Empty while the run lives and when it was killed: the table tells of the whole run and is written at its end.
+        """
+        columns = ["param", "matrix", "index", *self.info.get("slice_columns", ())]
+        return self._rows("slices", columns, whole=("matrix", "index"))
 
     @cached_property
     def scalars(self) -> pd.DataFrame:
@@ -109,10 +130,12 @@ class Run:
                     table[column] = measured[column].astype("float64").reindex(table.index)
         return table
 
-    def _rows(self, name: str, metrics: Iterable[str]) -> pd.DataFrame:
-        columns = ["step", "param", *metrics]
+    def _rows(
+        self, name: str, columns: list[str], *, texts: tuple[str, ...] = (), whole: tuple[str, ...] = ()
+    ) -> pd.DataFrame:
         # Not read as a category: pandas would take the layers "01" and "1" of a Sequential for one number.
-        table = _read(self.path / f"{name}.csv", columns, {**_number_columns(columns), "param": "str"})
+        dtypes = {**_number_columns(columns), **_text_columns(["param", *texts]), **dict.fromkeys(whole, "int64")}
+        table = _read(self.path / f"{name}.csv", columns, dtypes)
         order = dict.fromkeys(chain(self.params["name"], table["param"].unique()))  # model order: 2 before 10
         return table.assign(param=pd.Categorical(table["param"], categories=list(order)))
 
@@ -129,7 +152,8 @@ class Runs:
     """Several runs as one table each: first the column ``run``, last one column an attribute.
 
     An attribute that shares its name with a column of ``params``, ``layers`` or ``selection`` stands as
-    ``run_<name>`` in every table; one that shares it with a scalar does so in ``scalars``.
+    ``run_<name>`` in every table; one that shares it with a scalar, or with a column of ``histograms`` or ``slices``,
+    does so there.
 
     Args:
         runs: The runs, in the order of their paths.
@@ -177,6 +201,16 @@ class Runs:
     def scalars(self) -> pd.DataFrame:
         """The scalars of all runs."""
         return self._joined([run.scalars for run in self.runs])
+
+    @cached_property
+    def histograms(self) -> pd.DataFrame:
+        """The bins of the histograms of all runs."""
+        return self._joined(_same_categories([run.histograms for run in self.runs]))
+
+    @cached_property
+    def slices(self) -> pd.DataFrame:
+        """The slices of all runs."""
+        return self._joined(_same_categories([run.slices for run in self.runs]))
 
     def _joined(self, tables: list[pd.DataFrame]) -> pd.DataFrame:
         which = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
