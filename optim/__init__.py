@@ -5,7 +5,7 @@ Everything that a step computes can be observed (``register_step_observer``) at 
 
 from .dion2 import Dion2
 from .dion3 import Dion3, NorDion2
-from .events import ParamFacts, Selection, StepEvent, register_step_observer
+from .events import Gram, ParamFacts, Selection, StepEvent, StepSettings, register_step_observer
 from .groups import ParamGroups, group_params, infer_roles
 from .layout import Layout
 from .orthogonalize import Orthogonalizer, make_orthogonalizer
@@ -14,6 +14,7 @@ from .scion import Scion, ScionLight
 __all__ = [
     "Dion2",
     "Dion3",
+    "Gram",
     "Layout",
     "NorDion2",
     "Orthogonalizer",
@@ -23,6 +24,7 @@ __all__ = [
     "ScionLight",
     "Selection",
     "StepEvent",
+    "StepSettings",
     "group_params",
     "infer_roles",
     "make_orthogonalizer",

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .events import ParamFacts, StepEvent
+from .events import ParamFacts, StepEvent, StepSettings
 from .grid import Dims, Grid
 from .layout import Layout, local
 from .options import Check
@@ -77,6 +77,9 @@ class Algorithm(Protocol):
     def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """What events will show of the parameter."""
 
+    def settings(self, options: Mapping[str, Any]) -> StepSettings:
+        """What a group of it says of its next step."""
+
     def step(self, work: Work) -> Iterator[None]:
         """Step all of ``work``, yielding while communication is in flight."""
 
@@ -87,6 +90,24 @@ def piece(tensor: Tensor, layout: Layout) -> Tensor:
     if found.ndim == len(layout.shape):
         return found
     return found.view(*layout.local_shape[:-1], found.shape[-1])  # one column: the running means of rows
+
+
+def local_grad(param: Tensor, layout: Layout) -> Tensor:
+    """The local piece of a gradient, zeros where there is none; refuses one that does not lie as its weight."""
+    if param.grad is None:
+        return torch.zeros_like(piece(param, layout), dtype=param.grad_dtype or param.dtype)
+    if param.grad.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({param.grad.layout}); only dense "
+            "ones are stepped (nn.Embedding(..., sparse=False))"
+        )
+    if getattr(param.grad, "placements", None) != getattr(param, "placements", None):
+        lies, own = Layout.of(param.grad), Layout.of(param)
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} lies as ({lies.describe()}), its weight as "
+            f"({own.describe()}); redistribute the gradient to the weight's placements before step()"
+        )
+    return piece(param.grad, layout)
 
 
 def scale_all_(tensors: Sequence[Tensor], factor: float) -> None:

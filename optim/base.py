@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .algorithm import Algorithm, Work, piece
-from .events import Observer, ParamFacts, StepEvent
+from .algorithm import Algorithm, Work, local_grad, piece
+from .events import Observer, ParamFacts, StepEvent, StepSettings
 from .grid import Dims, Grid, require_supported, shared_coordinates
 from .layout import Layout, on_mesh
 from .options import FLAG, check_options, plain, without_functions
@@ -231,7 +231,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             Work(
                 params=tuple(params),
                 weights=tuple(piece(p, layout) for p in params),
-                grads=tuple(_local_grad(p, layout) for p in params),
+                grads=tuple(local_grad(p, layout) for p in params),
                 states=tuple(self.state[p] for p in params),
                 options=group,
                 layout=layout,
@@ -298,6 +298,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 return replace(algorithm.facts(param, self._grids[param], group), options=tuple(algorithm.defaults))
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
 
+    def settings(self, group: Mapping[str, Any]) -> StepSettings:
+        """What the options of one of ``param_groups`` say of its next step.
+
+        A part of a group will do, with the role of its parameters: ``{**group, "params": [param], "role": role}``.
+        """
+        return self._algorithm(group).settings(group)
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no observers, as torch's own hooks are not copied, and works for itself: process groups cannot be.
         state = super().__getstate__()
@@ -329,20 +336,3 @@ def _refuse_duplicates(params: Any) -> Any:
                 raise ValueError(f"{name!r} is the same tensor as {seen[param]!r} (tied weights?); list it once")
             seen[param] = name
     return entries
-
-
-def _local_grad(param: Tensor, layout: Layout) -> Tensor:
-    if param.grad is None:
-        return torch.zeros_like(piece(param, layout), dtype=param.grad_dtype or param.dtype)
-    if param.grad.layout != torch.strided:
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({param.grad.layout}); only dense "
-            "ones are stepped (nn.Embedding(..., sparse=False))"
-        )
-    if getattr(param.grad, "placements", None) != getattr(param, "placements", None):
-        lies, own = Layout.of(param.grad), Layout.of(param)
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} lies as ({lies.describe()}), its weight as "
-            f"({own.describe()}); redistribute the gradient to the weight's placements before step()"
-        )
-    return piece(param.grad, layout)

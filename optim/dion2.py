@@ -11,14 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .algorithm import Work, add_all_, scale_all_
 from .base import SpectralOptimizer
-from .events import ParamFacts, Selection, StepEvent
+from .events import Gram, ParamFacts, Selection, StepEvent, StepSettings
 from .grid import Dims, Grid
 from .layout import Layout, split_rows
 from .options import BETAS, NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check, check_options, one_of
-from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer, one_by_one
+from .orthogonalize import NewtonSchulzFunc, input_dtype, make_orthogonalizer, orthogonalize_all, shows_gram
 from .scalar import AdamWAlgorithm, LionAlgorithm
 from .scion import ScionAlgorithm
 from .selection import l1_scores, put_, selected_count, selection_dim, take, top_k
+from .settings import dion2_settings
 from .transport import hollow
 
 _FLOATS = {str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
@@ -87,7 +88,12 @@ class Dion2Algorithm:
             select_dim=_select_dim(layout, options["select_dim"]),
             owner_shows=len(layout.shape) == 2,
             heads=options["num_heads"] or 1,
+            shows_gram=shows_gram(make_orthogonalizer(options["newton_schulz_func"])),
         )
+
+    def settings(self, options: Mapping[str, Any]) -> StepSettings:
+        """Steps of spectral length, as ``adjust_lr`` has it."""
+        return dion2_settings(options)
 
     def step(self, work: Work) -> Iterator[None]:
         """Accumulate, select, orthonormalise, decay, move."""
@@ -105,7 +111,9 @@ class Dion2Algorithm:
             put_(m, i, dim, take(m, i, dim) * options["ef_decay"])
         like = hollow(picked)
         whole = yield from work.exchange.gather(picked, along, counts)
-        owned = _orthogonalize(func, whole, float(options["epsilon"]), like[0].dtype)
+        grams: dict[int, Gram] = {}
+        shown = None if work.notify is None else grams
+        owned = orthogonalize_all(func, whole, float(options["epsilon"]), like[0].dtype, shown)
         leaving = owned if work.notify is None else dict(owned)
         directions = yield from work.exchange.scatter(leaving, like, along, counts)
         directions = self._normalize(work, directions, indices)
@@ -120,6 +128,7 @@ class Dion2Algorithm:
                 directions=directions,
                 selections=selections,
                 owned=owned,
+                grams=grams,
             )
             work.notify(event)
         decay = 1 - lr * float(options["weight_decay"])
@@ -307,23 +316,6 @@ def _counts(grid: Grid, along: int, marked: Tensor) -> list[list[int]]:
     counts.index_add_(1, block, marked.long())
     found: list[list[int]] = counts.tolist()
     return found
-
-
-def _orthogonalize(
-    func: NewtonSchulzFunc, whole: dict[int, Tensor], epsilon: float, dtype: torch.dtype
-) -> dict[int, Tensor]:
-    """Orthogonalise all owned matrices, which ``whole`` loses; those of equal shape as one batch where it is faster."""
-    alike: dict[tuple[torch.Size, int], list[int]] = {}
-    for i, matrix in whole.items():
-        alike.setdefault((matrix.shape, i if one_by_one(matrix) else -1), []).append(i)
-    result: dict[int, Tensor] = {}
-    for indices in alike.values():
-        if len(indices) == 1:
-            found = [func(whole.pop(indices[0]), epsilon=epsilon)]
-        else:
-            found = list(func(torch.stack([whole.pop(i) for i in indices]), epsilon=epsilon).unbind())
-        result.update((i, u.to(dtype)) for i, u in zip(indices, found, strict=True))
-    return dict(sorted(result.items()))
 
 
 def _name(dtype: torch.dtype | str | None) -> str | None:

@@ -12,7 +12,8 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from .orthogonalize import NewtonSchulzFunc, Orthogonalizer, input_dtype, make_orthogonalizer
+from .gram import Show
+from .orthogonalize import NewtonSchulzFunc, Orthogonalizer, input_dtype, make_orthogonalizer, shows_gram
 
 _EPS = 1e-8
 
@@ -65,6 +66,11 @@ class _Orthogonal:
         """That of the orthogonaliser."""
         return input_dtype(self._func)
 
+    @property
+    def shows_gram(self) -> bool:
+        """Whether the orthogonaliser tells of what it is given."""
+        return shows_gram(self._func)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spectral(_Orthogonal):
@@ -90,9 +96,9 @@ class Spectral(_Orthogonal):
         scale = math.sqrt(d_out / d_in) if self.normalized else math.sqrt(d_out)
         return max(1.0, scale) if self.max else scale
 
-    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-        """``[..., d_out, d_in]`` to the same shape, in the orthogonaliser's dtype."""
-        return _apply(self._func, g, self._scale(g.size(-2), g.size(-1)))
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None, show: Show | None = None) -> Tensor:
+        """``[..., d_out, d_in]`` to the same shape, in the orthogonaliser's dtype, which ``show`` is handed to."""
+        return _apply(self._func, g, self._scale(g.size(-2), g.size(-1)), show)
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Semi-orthogonal times s."""
@@ -113,10 +119,10 @@ class SpectralConv(_Orthogonal):
 
     stacks: ClassVar[bool] = False
 
-    def lmo(self, g: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-        """``[out, in, *kernel]`` to the same shape, in the orthogonaliser's dtype."""
+    def lmo(self, g: Tensor, shape: Sequence[int] | None = None, show: Show | None = None) -> Tensor:
+        """``[out, in, *kernel]`` to the same shape, in the orthogonaliser's dtype, which ``show`` is handed to."""
         factor = math.sqrt(g.size(0) / g.size(1)) / math.prod(g.shape[2:])
-        return _apply(self._func, g.reshape(g.size(0), -1), factor).reshape(g.shape)
+        return _apply(self._func, g.reshape(g.size(0), -1), factor, show).reshape(g.shape)
 
     def init_(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Every tap of the kernel semi-orthogonal, times the factor of ``lmo``."""
@@ -316,9 +322,10 @@ def make_norm(name: str, ndim: int, kwargs: Mapping[str, object] | None = None) 
         raise ValueError(f"norm_kwargs of {name!r}: {error}") from error
 
 
-def _apply(func: NewtonSchulzFunc, g: Tensor, factor: float) -> Tensor:
+def _apply(func: NewtonSchulzFunc, g: Tensor, factor: float, show: Show | None) -> Tensor:
     if isinstance(func, Orthogonalizer):
-        return func(g, epsilon=1e-7).mul_(factor) if factor != 1 else func(g, epsilon=1e-7)
+        found = func(g, epsilon=1e-7, show=show)
+        return found.mul_(factor) if factor != 1 else found
     # Orthogonalisers of other authors may divide their input in place, which can be a momentum buffer or a gradient,
     # and may keep what they return.
     return func(g.clone(), epsilon=1e-7) * factor

@@ -16,6 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .events import Gram
+from .gram import Show, gram_of, stacked, unbound
+
 Triple = tuple[float, float, float]
 
 
@@ -142,47 +145,81 @@ class Orthogonalizer:
         """``name/steps/dtype``: a plain value for options and checkpoints, which ``make_orthogonalizer`` reads."""
         return f"{self.name}/{self.steps}/{str(self.dtype).removeprefix('torch.')}"
 
-    def __call__(self, input: Tensor, /, epsilon: float = 1e-7) -> Tensor:
-        """Orthogonalise ``[..., m, n]``; an all-zero matrix stays zero."""
+    @property
+    def shows_gram(self) -> bool:
+        """Whether ``show`` is called: by every iteration, and not by ``svd``."""
+        return self.name != "svd"
+
+    def __call__(self, input: Tensor, /, epsilon: float = 1e-7, *, show: Show | None = None) -> Tensor:
+        """Orthogonalise ``[..., m, n]``; an all-zero matrix stays zero.
+
+        Args:
+            input: The matrix, or a batch of them.
+            epsilon: Added to the Frobenius norm.
+            show: Called once with the ``Gram`` of ``input``, of its batch shape, where ``shows_gram``.
+        """
         if self.name == "svd":
             return polar(input).to(self.dtype)
-        return iterate(input.to(self.dtype), COEFFICIENTS[self.name], steps=self.steps, epsilon=epsilon)
+        return iterate(input.to(self.dtype), COEFFICIENTS[self.name], steps=self.steps, epsilon=epsilon, show=show)
 
 
 @torch.no_grad()
-def iterate(x: Tensor, coefficients: Coefficients, *, steps: int, epsilon: float) -> Tensor:
+def iterate(x: Tensor, coefficients: Coefficients, *, steps: int, epsilon: float, show: Show | None = None) -> Tensor:
     """Run ``steps`` Newton-Schulz steps on ``x`` (``[..., m, n]``) in the dtype of ``x``; no gradient flows through.
 
-    The Gram matrix is taken on the shorter side, so a tall matrix costs no more than its transpose.
+    The Gram matrix is taken on the shorter side, so a tall matrix costs no more than its transpose. ``show`` is called
+    once with what the first of them tells of ``x``, and changes nothing.
     """
     if x.ndim > (2 if one_by_one(x) else 3):
-        found = x.new_empty(x.shape)
+        found, parts = x.new_empty(x.shape), list[Gram]()
+        collect = None if show is None else parts.append
         for place, part in zip(found, x, strict=True):
-            place.copy_(iterate(part, coefficients, steps=steps, epsilon=epsilon))
+            place.copy_(iterate(part, coefficients, steps=steps, epsilon=epsilon, show=collect))
+        if show is not None and parts:
+            show(stacked(parts))
         return found
     tall = x.size(-2) > x.size(-1)
     if tall and not coefficients.right_gram:
-        return iterate(x.mT, coefficients, steps=steps, epsilon=epsilon).mT
+        return iterate(x.mT, coefficients, steps=steps, epsilon=epsilon, show=show).mT
     norm = x.norm(dim=(-2, -1), keepdim=True)
-    x = x / (norm * coefficients.headroom + epsilon)
+    divisor = norm * coefficients.headroom + epsilon
+    x = x / divisor
     # Buffers of the strides of x: what mixes rows with columns, or is allocated in every step, takes twice the time.
     side = min(x.shape[-2:])
     gram, poly, other = x.new_empty(*x.shape[:-2], side, side), x.new_empty(*x.shape[:-2], side, side), x.clone()
     for a, b, c in coefficients.schedule(steps):
         torch.matmul(x.mT if tall else x, x if tall else x.mT, out=gram)
+        _square(gram, b, c, coefficients, out=poly)
+        if show is not None:
+            show(_seen(gram, poly, b, c, coefficients, divisor))
+            show = None
         if coefficients.fused:
-            _product_and(gram, gram, gram, b, c, out=poly)
             _product_and(x, *((x, poly) if tall else (poly, x)), a, 1.0, out=other)
             x, other = other, x
             continue
-        if coefficients.scale_first:
-            torch.matmul(c * gram, gram, out=poly)
-        else:
-            torch.matmul(gram, gram, out=poly).mul_(c)
+        if not coefficients.scale_first:
+            poly.mul_(c)
         poly.add_(gram.mul_(b))
         torch.matmul(x if tall else poly, poly if tall else x, out=other)
         x.mul_(a).add_(other)
     return x
+
+
+def _square(gram: Tensor, b: float, c: float, coefficients: Coefficients, *, out: Tensor) -> None:
+    """A A, or (c A) A, or b A + c A A: what the order of roundings forms first."""
+    if coefficients.fused:
+        _product_and(gram, gram, gram, b, c, out=out)
+    else:
+        torch.matmul(c * gram if coefficients.scale_first else gram, gram, out=out)
+
+
+def _seen(gram: Tensor, poly: Tensor, b: float, c: float, coefficients: Coefficients, divisor: Tensor) -> Gram:
+    """What the first step tells of the input, from A and what ``_square`` made of it."""
+    if not coefficients.fused:
+        return gram_of(gram, poly, divisor, c if coefficients.scale_first else 1.0)
+    # b A is up to r times c A² and takes its digits along: of 8 none are left, of 24 enough.
+    half = gram.dtype in (torch.bfloat16, torch.float16)
+    return gram_of(gram, None if half else poly.sub(gram, alpha=b), divisor, c)
 
 
 def one_by_one(x: Tensor) -> bool:
@@ -231,3 +268,49 @@ def input_dtype(func: NewtonSchulzFunc) -> torch.dtype:
     dtype = getattr(func, "dtype", torch.bfloat16)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def shows_gram(func: NewtonSchulzFunc) -> bool:
+    """Whether ``func`` tells of what it is given."""
+    return isinstance(func, Orthogonalizer) and func.shows_gram
+
+
+def orthogonalize(func: NewtonSchulzFunc, input: Tensor, epsilon: float, show: Show | None = None) -> Tensor:
+    """Call ``func``, with ``show`` where it takes it: functions of other authors know ``input`` and ``epsilon``."""
+    if isinstance(func, Orthogonalizer):
+        return func(input, epsilon=epsilon, show=show)
+    return func(input, epsilon=epsilon)
+
+
+def orthogonalize_all(
+    func: NewtonSchulzFunc,
+    whole: dict[int, Tensor],
+    epsilon: float,
+    dtype: torch.dtype,
+    grams: dict[int, Gram] | None = None,
+) -> dict[int, Tensor]:
+    """Orthogonalise all owned matrices, which ``whole`` loses; those of equal shape as one batch where it is faster.
+
+    Args:
+        func: The orthogonaliser.
+        whole: Matrices, or stacks of them, by number.
+        epsilon: Of ``func``.
+        dtype: Of the results.
+        grams: Takes what ``func`` shows of each, by number; None: nobody looks.
+    """
+    alike: dict[tuple[torch.Size, int], list[int]] = {}
+    for i, matrix in whole.items():
+        alike.setdefault((matrix.shape, i if one_by_one(matrix) else -1), []).append(i)
+    result: dict[int, Tensor] = {}
+    for indices in alike.values():
+        shown: list[Gram] = []
+        show = None if grams is None else shown.append
+        if len(indices) == 1:
+            found = [orthogonalize(func, whole.pop(indices[0]), epsilon, show)]
+        else:
+            found = list(orthogonalize(func, torch.stack([whole.pop(i) for i in indices]), epsilon, show).unbind())
+            shown = [part for batch in shown for part in unbound(batch)]
+        result.update((i, u.to(dtype)) for i, u in zip(indices, found, strict=True))
+        if grams is not None and shown:
+            grams.update(zip(indices, shown, strict=True))
+    return dict(sorted(result.items()))

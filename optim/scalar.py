@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .algorithm import Work
-from .events import ParamFacts
+from .events import ParamFacts, StepSettings
 from .grid import Dims, Grid
 from .layout import Layout
 from .options import BETAS, FLAG, NOT_NEGATIVE, POSITIVE, Check
@@ -45,6 +45,10 @@ class AdamWAlgorithm:
     def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """Shows nothing: its update never exists as a tensor of its own."""
         return ParamFacts(algorithm=self.name)
+
+    def settings(self, options: Mapping[str, Any]) -> StepSettings:
+        """Learning rate and decay; its steps have one length in no metric."""
+        return StepSettings(lr=float(options["lr"]), decay=float(options["weight_decay"]))
 
     def view(self, param: Tensor, options: Mapping[str, Any]) -> tuple[Layout, Dims | None]:
         """Entries are stepped one by one, in any layout."""
@@ -100,6 +104,10 @@ class LionAlgorithm:
     def facts(self, param: Tensor, grid: Grid, options: Mapping[str, Any]) -> ParamFacts:
         """Shows nothing."""
         return ParamFacts(algorithm=self.name)
+
+    def settings(self, options: Mapping[str, Any]) -> StepSettings:
+        """Learning rate and decay; as AdamW."""
+        return StepSettings(lr=float(options["lr"]), decay=float(options["weight_decay"]))
 
     def view(self, param: Tensor, options: Mapping[str, Any]) -> tuple[Layout, Dims | None]:
         """Entries are stepped one by one, in any layout."""

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from .algorithm import Work, add_all_, scale_all_
 from .base import SpectralOptimizer
-from .events import ParamFacts, StepEvent
+from .events import Gram, ParamFacts, StepEvent, StepSettings
+from .gram import unbound
 from .grid import Dims, Grid
 from .layout import Layout, local, on_mesh, take_piece
 from .norms import Norm, Spectral, SpectralConv, make_norm
 from .options import FLAG, NOT_NEGATIVE, POSITIVE, UNIT_INTERVAL, Check
 from .orthogonalize import one_by_one
+from .settings import scion_settings
 from .transport import hollow
 
 
@@ -59,7 +61,12 @@ class ScionAlgorithm:
         whole = _must_gather(norm, grid) or not (grid.cut(grid.dims.rows) or grid.cut(grid.dims.columns))
         # A stack's matrices are whole on the ranks that hold them, and measured there.
         alone = param.ndim >= 2 and grid.dims.rows == 0
-        return ParamFacts(algorithm=self.name, shows_update=True, owner_shows=whole and alone)
+        gram = isinstance(norm, Spectral | SpectralConv) and norm.shows_gram
+        return ParamFacts(algorithm=self.name, shows_update=True, owner_shows=whole and alone, shows_gram=gram)
+
+    def settings(self, options: Mapping[str, Any]) -> StepSettings:
+        """Steps of length lr · scale in the norm of the group."""
+        return scion_settings(options, [_norm(options, ndim) for ndim in _ndims(options)])
 
     def step(self, work: Work) -> Iterator[None]:
         """Average, find the direction, shrink, move."""
@@ -67,19 +74,26 @@ class ScionAlgorithm:
         norm = _norm(options, len(work.layout.shape))
         averages = self._average(work)
         gather = _must_gather(norm, work.exchange.grid)
+        shown: list[Gram] = []
         if gather and work.exchange.moves:
             moved = [_cast(a, norm) for a in averages]
             like = hollow(moved)
             whole = yield from work.exchange.gather(moved)
             owners = list(whole)
-            owned = dict(zip(owners, _directions(norm, (whole.pop(i) for i in owners), work), strict=True))
+            owned = dict(zip(owners, _directions(norm, (whole.pop(i) for i in owners), work, shown), strict=True))
             directions = yield from work.exchange.scatter(owned if work.notify is None else dict(owned), like)
         else:
-            directions = tuple(_directions(norm, averages, work))
+            owners, directions = list(range(len(averages))), tuple(_directions(norm, averages, work, shown))
             owned = dict(enumerate(directions)) if gather or not work.layout.sharded_dims else {}
         if work.notify is not None:
             event = StepEvent(
-                algorithm=self.name, params=work.params, lr=lr, scale=-lr, directions=directions, owned=owned
+                algorithm=self.name,
+                params=work.params,
+                lr=lr,
+                scale=-lr,
+                directions=directions,
+                owned=owned,
+                grams=dict(zip(owners, shown, strict=True)) if shown else {},
             )
             work.notify(event)
         if not options["unconstrained"]:
@@ -264,13 +278,21 @@ class ScionLight(Scion):
             self.state.update((param, {"grad": None, "has_grad": None}) for param in group["params"])
 
 
-def _directions(norm: Norm, matrices: Iterable[Tensor], work: Work) -> list[Tensor]:
+def _directions(norm: Norm, matrices: Iterable[Tensor], work: Work, shown: list[Gram]) -> list[Tensor]:
+    """Scaled directions; ``shown`` takes what the orthogonaliser tells of each matrix when somebody observes."""
     # Cast and scaled one by one: another copy of all of them would be the largest tensor of the step.
     cast, scale = (_cast(m, norm) for m in matrices), float(work.options["scale"])
     batch = isinstance(norm, Spectral) and len(work.params) > 1 and not one_by_one(work.weights[0])
     stack = list(cast) if batch else []
-    lmos = norm.lmo(torch.stack(stack)).unbind() if stack else (norm.lmo(m, work.layout.shape) for m in cast)
-    return [_cast(u if scale == 1 else u * scale, norm) for u in lmos]
+    if isinstance(norm, Spectral | SpectralConv):
+        show = None if work.notify is None else shown.append
+        lmos = norm.lmo(torch.stack(stack), None, show).unbind() if stack else (norm.lmo(m, None, show) for m in cast)
+    else:
+        lmos = (norm.lmo(m, work.layout.shape) for m in cast)
+    found = [_cast(u if scale == 1 else u * scale, norm) for u in lmos]
+    if stack:
+        shown[:] = [part for gram in shown for part in unbound(gram)]
+    return found
 
 
 def _cast(matrix: Tensor, norm: Norm) -> Tensor:
@@ -281,6 +303,10 @@ def _norm(options: Mapping[str, Any], ndim: int) -> Norm:
     """The norm of a group; to ``Auto`` a stack of experts is a stack of matrices and not a convolution."""
     experts = options["norm"] == "Auto" and options.get("role") == "expert"
     return make_norm("Spectral" if experts else options["norm"], ndim, options["norm_kwargs"])
+
+
+def _ndims(options: Mapping[str, Any]) -> list[int]:
+    return [param.ndim for param in options["params"]]
 
 
 def _must_gather(norm: Norm, grid: Grid) -> bool:
