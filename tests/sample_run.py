@@ -1,13 +1,16 @@
 """A small run to feed sinks and the reader with."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from scion_telemetry.rows import Batch, ParamInfo, Row, RunInfo, Scalar, Sink, Value
+from scion_telemetry.rows import Batch, Histogram, ParamInfo, Row, RunInfo, Scalar, Sink, Slice, Value
 
 NAMES = ("embed", "layers.2.attn.wq", "layers.10.attn.wq", "norm")
 LAYER_COLUMNS = ("weight_rms", "weight_rms_to_rms", "update_weight_ratio")
 SELECTION_COLUMNS = ("k", "captured_mass")
+HISTOGRAMS = ("weight_row_norms", "selection_frequencies")
+SLICE_COLUMNS = ("selected", "steps", "score")
 
 
 def param(name: str, role: str = "hidden", shape: tuple[int, ...] = (320, 1280), **options: Value) -> ParamInfo:
@@ -24,6 +27,8 @@ def run_info(
     attributes: Mapping[str, Any] | None = None,
     start_step: int = 0,
     params: tuple[ParamInfo, ...] | None = None,
+    histograms: tuple[str, ...] = (),
+    slice_columns: tuple[str, ...] = (),
 ) -> RunInfo:
     return RunInfo(
         attributes={"seed": 0} if attributes is None else attributes,
@@ -35,6 +40,8 @@ def run_info(
         world_size=1,
         start_step=start_step,
         versions={"torch": "2.13.0"},
+        histograms=histograms,
+        slice_columns=slice_columns,
     )
 
 
@@ -67,3 +74,24 @@ def write_run(sink: Sink, steps: range, info: RunInfo | None = None) -> None:
     for step in steps:
         sink.write(batch(step, Scalar(step=step, name="train_loss", value=1 / step)))
     sink.close()
+
+
+def histogram(step: int, param: str = NAMES[0], name: str = HISTOGRAMS[0]) -> Histogram:
+    """Three zeros, one value in [1/2, 2**-3/4), ``step`` in [1, 2**1/4), and one that is not finite."""
+    return Histogram(
+        step=step,
+        param=param,
+        name=name,
+        log2=(-math.inf, -1.0, 0.0, math.nan),
+        count=(3.0, 1.0, float(step), 1.0),
+        mass=(0.0, 0.5, 1.125 * step, math.inf),
+    )
+
+
+def slices(steps: int) -> tuple[Slice, ...]:
+    """Two rows of one parameter after ``steps`` steps: one was selected every time, the other never."""
+    always = {"selected": float(steps), "steps": float(steps), "score": 0.75}
+    return (
+        Slice(param=NAMES[1], matrix=0, index=0, values=always),
+        Slice(param=NAMES[1], matrix=2, index=319, values={"selected": 0.0, "steps": float(steps)}),
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from sample_run import NAMES, batch, one_row, run_info
+from sample_run import NAMES, batch, histogram, one_row, run_info, slices
 
 from scion_telemetry.rows import Batch, Row, Scalar
 from scion_telemetry.sinks import ConsoleSink
@@ -61,6 +61,7 @@ def test_every_prints_the_first_and_loses_neither_scalars_nor_findings() -> None
 
 def test_an_empty_batch_prints_nothing() -> None:
     assert len(printed(Batch(step=1))) == 1
+    assert len(printed(Batch(step=1, histograms=(histogram(1),), slices=slices(1)))) == 1
 
 
 def test_long_lines_stay_whole_and_names_are_no_markup() -> None:

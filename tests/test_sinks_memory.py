@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from sample_run import number, write_run
+from sample_run import histogram, number, run_info, slices, write_run
 
+from scion_telemetry.rows import Batch
 from scion_telemetry.sinks import MemorySink
 
 
@@ -21,6 +22,18 @@ def test_memory_sink() -> None:
     assert (len(sink.layers), len(sink.selection)) == (12, 9)
     with pytest.raises(KeyError, match="no 'k' of 'norm' at step 3"):
         sink.value(3, "norm", "k")
+
+
+def test_memory_sink_keeps_histograms_slices_and_parameters_that_come_late() -> None:
+    sink = MemorySink()
+    sink.open(run_info(names=("embed",)))
+    sink.write(Batch(step=1, histograms=(histogram(1),)))
+    sink.write(Batch(step=2, histograms=(histogram(2),), slices=slices(2)))
+    sink.extend(run_info(names=("embed", "norm")))
+    assert sink.histograms == [histogram(1), histogram(2)]
+    assert sink.slices == list(slices(2))
+    assert sink.run is not None
+    assert [param.name for param in sink.run.params] == ["embed", "norm"]
 
 
 def test_importing_the_sinks_imports_no_vendor() -> None:

@@ -14,7 +14,12 @@ sys.path.insert(0, {tests!r})
 from sample_run import *
 from wandb_files import settings
 from scion_telemetry.sinks import WandbSink
-write_run(WandbSink(project="scion", group="g", settings=settings(), dir={folder!r}), range(1, 4))
+sink = WandbSink(project="scion", group="g", settings=settings(), dir={folder!r})
+sink.open(run_info(histograms=HISTOGRAMS))
+for step in range(1, 4):
+    loss = Scalar(step=step, name="train_loss", value=1 / step)
+    sink.write(Batch(step=step, layers=batch(step).layers, scalars=(loss,), histograms=(histogram(step, NAMES[1]),)))
+sink.close()
 """
 
 
@@ -36,3 +41,7 @@ def test_online_run(tmp_path: Path) -> None:
     assert config["telemetry"]["value"]["params"]["count"] == 4
     assert [row["telemetry/step"] for row in server.rows] == [1, 2, 3]
     assert [row["scalars/train_loss"] for row in server.rows] == [1.0, 0.5, 1 / 3]
+    histograms = [row["weight_row_norms/layers.2.attn.wq"] for row in server.rows]
+    assert [(value["_type"], value["values"]) for value in histograms] == [
+        ("histogram", [1, 0, 0, 0, step]) for step in (1, 2, 3)
+    ]
