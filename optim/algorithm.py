@@ -29,6 +29,7 @@ class Work:
         layout: The layout they share.
         exchange: How their matrices move between ranks.
         notify: To be called with a ``StepEvent`` before the weights change; None when nobody observes.
+        grams: Whether an observer looks at the ``Gram`` of what is orthonormalised.
     """
 
     params: tuple[Tensor, ...]
@@ -39,6 +40,7 @@ class Work:
     layout: Layout
     exchange: Exchange
     notify: Notify | None
+    grams: bool = False
 
     def buffers(self, name: str) -> tuple[Tensor, ...]:
         """Local pieces of one state entry."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .algorithm import Algorithm, Work, local_grad, piece
-from .events import Observer, ParamFacts, StepEvent, StepSettings
+from .events import Looks, Observer, ParamFacts, StepEvent, StepSettings, always
 from .grid import Dims, Grid, require_supported, shared_coordinates
 from .layout import Layout, on_mesh
 from .options import FLAG, check_options, plain, without_functions
@@ -54,6 +54,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._algorithms = {a.name: a for a in algorithms}
         self._process_group = process_group
         self._observers: OrderedDict[int, Observer] = OrderedDict()
+        self._looks: OrderedDict[int, Looks] = OrderedDict()
         self._grids: dict[Tensor, Grid] = {}
         self._alike: dict[tuple[object, ...], Grid] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -239,6 +240,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     grid=grid, owners=() if grid.group is None else tuple(self._owners[p] for p in params)
                 ),
                 notify=self._notify if self._observers else None,
+                grams=any(self._looks[number]() for number in self._observers),
             )
         )
 
@@ -282,12 +284,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for observer in self._observers.values():
             observer(event)
 
-    def register_step_observer(self, observer: Observer) -> RemovableHandle:
-        """Have ``observer`` called with every ``StepEvent``; returns a handle with ``remove()``."""
+    def register_step_observer(self, observer: Observer, *, grams: Looks | None = None) -> RemovableHandle:
+        """Have ``observer`` called with every ``StepEvent``; returns a handle with ``remove()``.
+
+        ``grams`` is asked within every step whether it looks at ``event.grams``, which cost reductions; None: yes.
+        """
         if not callable(observer):
             raise TypeError(f"an observer is a function of one StepEvent, got {observer!r}")
-        handle = RemovableHandle(self._observers)
-        self._observers[handle.id] = observer
+        handle = RemovableHandle(self._observers, extra_dict=self._looks)
+        self._observers[handle.id], self._looks[handle.id] = observer, grams or always
         return handle
 
     def facts(self, param: Tensor) -> ParamFacts:
@@ -316,7 +321,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._complete(group)
         if not hasattr(self, "_observers"):
             self._process_group, self._agree = None, False
-            self._observers = OrderedDict()
+            self._observers, self._looks = OrderedDict(), OrderedDict()
             self._grids, self._alike, self._groups, self._owners, self._loads = {}, {}, {}, {}, {}
             for group in self.param_groups:
                 algorithm = self._algorithm(group)

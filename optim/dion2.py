@@ -112,7 +112,7 @@ class Dion2Algorithm:
         like = hollow(picked)
         whole = yield from work.exchange.gather(picked, along, counts)
         grams: dict[int, Gram] = {}
-        shown = None if work.notify is None else grams
+        shown = grams if work.grams else None
         owned = orthogonalize_all(func, whole, float(options["epsilon"]), like[0].dtype, shown)
         leaving = owned if work.notify is None else dict(owned)
         directions = yield from work.exchange.scatter(leaving, like, along, counts)

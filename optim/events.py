@@ -43,7 +43,7 @@ class Gram:
     Args:
         frobenius: ‖M‖_F, of M as the function was given it.
         trace2: tr A², the sum of p².
-        trace3: tr A³; None where A² is not rounded for itself (``muon_ns5`` in half precision).
+        trace3: tr A³; None where A² is never formed by itself (``muon_ns5``).
         trace4: tr A⁴; None as for ``trace3``.
     """
 
@@ -92,7 +92,8 @@ class StepEvent:
         directions: This rank's piece of each direction, or of its selected part.
         selections: One entry a parameter; empty where the algorithm does not select.
         owned: Whole directions that this rank has assembled, by index into ``params``.
-        grams: What orthonormalising them told of the momentum, or of its selected part, by index into ``params``.
+        grams: What orthonormalising them told of the momentum, or of its selected part, by index into ``params``; empty
+            when no observer looks.
     """
 
     algorithm: str
@@ -130,13 +131,27 @@ class ParamFacts:
 
 Observer = Callable[[StepEvent], None]
 
+Looks = Callable[[], bool]
+"""Whether an observer looks at something in the step under way."""
+
+
+def always() -> bool:
+    """Yes."""
+    return True
+
 
 @runtime_checkable
 class ObservableOptimizer(Protocol):
     """An optimizer that shows its steps."""
 
-    def register_step_observer(self, observer: Observer) -> RemovableHandle:
-        """Call ``observer`` with every event; the handle removes it."""
+    def register_step_observer(self, observer: Observer, *, grams: Looks | None = None) -> RemovableHandle:
+        """Call ``observer`` with every event; the handle removes it.
+
+        Args:
+            observer: Takes one event.
+            grams: Asked within every step whether the observer looks at ``event.grams``, which are empty where none
+                does; None: it always does.
+        """
 
     def facts(self, param: Tensor) -> ParamFacts:
         """What events will show of ``param``."""
@@ -145,6 +160,8 @@ class ObservableOptimizer(Protocol):
         """What the options of a parameter group say of its next step."""
 
 
-def register_step_observer(optimizer: ObservableOptimizer, observer: Observer) -> RemovableHandle:
+def register_step_observer(
+    optimizer: ObservableOptimizer, observer: Observer, *, grams: Looks | None = None
+) -> RemovableHandle:
     """Have ``observer`` called with every ``StepEvent`` of ``optimizer``; returns a handle with ``remove()``."""
-    return optimizer.register_step_observer(observer)
+    return optimizer.register_step_observer(observer, grams=grams)

@@ -22,7 +22,7 @@ def gram_of(product: Tensor, squared: Tensor | None, divisor: Tensor, factor: fl
 
     Args:
         product: ``Y Yᵀ`` of ``Y = M / divisor``, ``[..., r, r]``.
-        squared: ``factor`` times its square; None where the iteration does not round that for itself.
+        squared: ``factor`` times its square; None where the iteration never forms that by itself.
         divisor: ``[..., 1, 1]``.
         factor: Factor on ``squared``.
     """
@@ -32,7 +32,7 @@ def gram_of(product: Tensor, squared: Tensor | None, divisor: Tensor, factor: fl
     third = fourth = None
     if squared is not None:
         # Scalars are divided one trace at a time: the powers of a tiny one would underflow.
-        inner = (product.to(dtype) * squared).sum(dim=(-2, -1), dtype=dtype)
+        inner = squared.to(dtype, copy=True).mul_(product).sum(dim=(-2, -1))
         third = inner / factor / trace / trace / trace
         fourth = (_size(squared, dtype) / factor / trace / trace).square()
     frobenius = trace.sqrt() * divisor.to(dtype)[..., 0, 0]

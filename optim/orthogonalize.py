@@ -191,7 +191,9 @@ def iterate(x: Tensor, coefficients: Coefficients, *, steps: int, epsilon: float
         torch.matmul(x.mT if tall else x, x if tall else x.mT, out=gram)
         _square(gram, b, c, coefficients, out=poly)
         if show is not None:
-            show(_seen(gram, poly, b, c, coefficients, divisor))
+            # b A + c A² has few digits of A² left: b A is up to r times as large.
+            squared = None if coefficients.fused else poly
+            show(gram_of(gram, squared, divisor, c if coefficients.scale_first else 1.0))
             show = None
         if coefficients.fused:
             _product_and(x, *((x, poly) if tall else (poly, x)), a, 1.0, out=other)
@@ -211,15 +213,6 @@ def _square(gram: Tensor, b: float, c: float, coefficients: Coefficients, *, out
         _product_and(gram, gram, gram, b, c, out=out)
     else:
         torch.matmul(c * gram if coefficients.scale_first else gram, gram, out=out)
-
-
-def _seen(gram: Tensor, poly: Tensor, b: float, c: float, coefficients: Coefficients, divisor: Tensor) -> Gram:
-    """What the first step tells of the input, from A and what ``_square`` made of it."""
-    if not coefficients.fused:
-        return gram_of(gram, poly, divisor, c if coefficients.scale_first else 1.0)
-    # b A is up to r times c A² and takes its digits along: of 8 none are left, of 24 enough.
-    half = gram.dtype in (torch.bfloat16, torch.float16)
-    return gram_of(gram, None if half else poly.sub(gram, alpha=b), divisor, c)
 
 
 def one_by_one(x: Tensor) -> bool:

@@ -279,13 +279,13 @@ class ScionLight(Scion):
 
 
 def _directions(norm: Norm, matrices: Iterable[Tensor], work: Work, shown: list[Gram]) -> list[Tensor]:
-    """Scaled directions; ``shown`` takes what the orthogonaliser tells of each matrix when somebody observes."""
+    """Scaled directions; ``shown`` takes what the orthogonaliser tells of each matrix where somebody looks."""
     # Cast and scaled one by one: another copy of all of them would be the largest tensor of the step.
     cast, scale = (_cast(m, norm) for m in matrices), float(work.options["scale"])
     batch = isinstance(norm, Spectral) and len(work.params) > 1 and not one_by_one(work.weights[0])
     stack = list(cast) if batch else []
     if isinstance(norm, Spectral | SpectralConv):
-        show = None if work.notify is None else shown.append
+        show = shown.append if work.grams else None
         lmos = norm.lmo(torch.stack(stack), None, show).unbind() if stack else (norm.lmo(m, None, show) for m in cast)
     else:
         lmos = (norm.lmo(m, work.layout.shape) for m in cast)
