@@ -161,13 +161,14 @@ def test_a_run_that_ends_where_it_resumes_replaces_its_slices(tmp_path: Path) ->
     sink = CsvSink(tmp_path, resume=True)
     sink.open(info(start_step=3))
     sink.write(Batch(step=3, slices=slices(7)[:1]))
+    sink.write(batch(4))  # nothing after that takes them away
     assert load_run(tmp_path).slices["steps"].tolist() == [7.0]
 
 
 def test_resume_with_other_facts_about_slices(tmp_path: Path) -> None:
     written(CsvSink(tmp_path), range(1, 4))
-    CsvSink(tmp_path, resume=True).open(info(start_step=3, slice_columns=("selected",)))
-    assert load_run(tmp_path).slices.columns.tolist() == ["param", "matrix", "index", "selected"]
+    CsvSink(tmp_path, resume=True).open(info(start_step=3, slice_columns=("selected", "age")))
+    assert load_run(tmp_path).slices.columns.tolist() == ["param", "matrix", "index", "selected", "age"]
 
 
 def test_resume_of_a_run_that_had_none(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_many_runs(tmp_path: Path) -> None:
     assert table.columns.tolist() == ["run", *FACTS, "lr", "mass", "run_selected"]
     assert table["selected"].tolist() == [1.0, 0.0, 3.0]
     assert (table["index"].tolist(), table["index"].dtype) == ([0, 319, 4], "int64")
+    assert table["param"].cat.categories.tolist() == [*NAMES, "new"]
     assert table["lr"].tolist() == [0.1, 0.1, 0.2]
     assert runs.layers["selected"].isna().all()  # the attribute keeps its name where nothing else has it
 
