@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from scion_telemetry.optim import Dion2, Dion3, Gram, Orthogonalizer, Scion, StepEvent, orthogonalize
+from scion_telemetry.optim import Dion2, Dion3, Gram, Orthogonalizer, Scion, StepEvent, orthogonalize, scion
 from scion_telemetry.optim.orthogonalize import COEFFICIENTS
 from scion_telemetry.testing import run_threads
 
@@ -172,6 +172,20 @@ def test_alone(make: Any, part: Callable[[Tensor], Tensor]) -> None:
     assert sorted(found) == [0, 1, 2, 3]
     for i, gram in found.items():
         _compare(gram, part(GRADS[i]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("make", "part"), MAKERS)
+def test_in_one_batch_as_on_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, make: Any, part: Callable[[Tensor], Tensor]
+) -> None:
+    for module in (orthogonalize, scion):
+        monkeypatch.setattr(module, "one_by_one", lambda x: False)
+    stacks = [_gauss(3, 6, 8, seed=s) for s in (5, 6)]
+    for grads, options in ((GRADS, {}), (stacks, {"norm": "Spectral"} if make is _scion else {})):
+        found = _step(make, grads, lambda x: x, **options)
+        assert sorted(found) == list(range(len(grads)))
+        for i, gram in found.items():
+            _compare(gram, part(grads[i]), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("make", "part"), MAKERS)
