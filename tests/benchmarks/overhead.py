@@ -24,7 +24,7 @@ from scion_telemetry.testing import run_forked
 
 CADENCES = (1, 10, 100)
 DIRECT = "basic"
-BLOCK = 4
+BLOCK = 2
 
 
 def presets() -> list[str]:
@@ -182,7 +182,7 @@ def on_ranks(config: GPTConfig, batch: int, repeats: int, folder: str, rank: int
         "bare": partial(training.block, bare, None),
         DIRECT: partial(training.block, optimizers[DIRECT], trackers[DIRECT]),
     }
-    block_times = take_turns(blocks, max(1, repeats // 3)) if DIRECT in trackers else {"bare": [], DIRECT: []}
+    block_times = take_turns(blocks, repeats) if DIRECT in trackers else {"bare": [], DIRECT: []}
     own, costs = training.counted(bare, None), {}
     for p, tracker in trackers.items():
         traffic = training.counted(optimizers[p], tracker)
