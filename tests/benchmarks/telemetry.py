@@ -19,7 +19,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import growth
 import overhead
 import peers
-import sigma
+import singular
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor  # before any fork
@@ -48,7 +48,7 @@ def show_peers(quick: bool, repeats: int) -> None:
 
 def show_sigma(quick: bool, repeats: int) -> None:
     width, blocks = (16, 1) if quick else (512, 6)
-    typer.echo(table(sigma.section(width, blocks, min(repeats, 3))))
+    typer.echo(table(singular.section(width, blocks, min(repeats, 3))))
 
 
 def show_growth(quick: bool, repeats: int) -> None:
