@@ -164,47 +164,49 @@ class Training:
 def on_ranks(config: GPTConfig, batch: int, repeats: int, folder: str, rank: int, world: int) -> Found:
     """What one rank measures."""
     training = Training(config, batch, rank, world)
-    bare = training.optimizer()
-    optimizers = {p: training.optimizer() for p in presets()}
+    bare, optimizers = training.optimizer(), {p: training.optimizer() for p in presets()}
     sinks = {p: Watched(CsvSink(Path(folder) / f"{world}-{p}")) for p in presets()}
     trackers = {
         p: Tracker(training.model, optimizers[p], schedule=training.schedule, metrics=p, sinks=[sinks[p]])
         for p in presets()
     }
-    variants: dict[str, Callable[[], Time]] = {"bare": partial(training.step, bare)}
-    variants |= {p: partial(training.step, optimizers[p], trackers[p], True) for p in presets()}
-    times = take_turns(variants, repeats)
+    steps: dict[str, Callable[[], Time]] = {"bare": partial(training.step, bare)}
+    steps |= {p: partial(training.step, optimizers[p], trackers[p], True) for p in presets()}
+    times = take_turns(steps, repeats)
     training.backward()
     alone = {"bare": bare, **optimizers}
     off = take_turns({name: partial(training.optimizer_alone, o) for name, o in alone.items()}, 3 * repeats)
     training.model.zero_grad()
-    blocks = {
-        "bare": partial(training.block, bare, None),
-        DIRECT: partial(training.block, optimizers[DIRECT], trackers[DIRECT]),
-    }
-    block_times = take_turns(blocks, repeats) if DIRECT in trackers else {"bare": [], DIRECT: []}
-    own, costs = training.counted(bare, None), {}
-    for p, tracker in trackers.items():
-        traffic = training.counted(optimizers[p], tracker)
-        assert tracker.last_flush is not None
-        costs[p] = Cost(
-            on=times[p],
-            off=off[p],
-            worker=sinks[p].cpu,
-            collectives=tracker.last_flush.collectives,
-            counted=traffic.collectives - own.collectives,
-            sent=traffic.bytes - own.bytes,
-            numbers=tracker.last_flush.numbers,
-            rows=sinks[p].rows,
-        )
-        tracker.close()
-    return Found(
+    direct = partial(training.block, optimizers[DIRECT], trackers[DIRECT])
+    blocks = take_turns({"bare": partial(training.block, bare, None), DIRECT: direct}, repeats)
+    own = training.counted(bare, None)
+    found = Found(
         parameters=sum(p.numel() for p in training.model.parameters()),
         bare=times["bare"],
         bare_off=off["bare"],
-        costs=costs,
-        block_bare=block_times["bare"],
-        block_direct=block_times[DIRECT],
+        costs={
+            p: _cost(times[p], off[p], sinks[p], tracker, own, training.counted(optimizers[p], tracker))
+            for p, tracker in trackers.items()
+        },
+        block_bare=blocks["bare"],
+        block_direct=blocks[DIRECT],
+    )
+    for tracker in trackers.values():
+        tracker.close()
+    return found
+
+
+def _cost(on: list[Time], off: list[Time], sink: Watched, tracker: Tracker, own: Traffic, traffic: Traffic) -> Cost:
+    assert tracker.last_flush is not None
+    return Cost(
+        on=on,
+        off=off,
+        worker=sink.cpu,
+        collectives=tracker.last_flush.collectives,
+        counted=traffic.collectives - own.collectives,
+        sent=traffic.bytes - own.bytes,
+        numbers=tracker.last_flush.numbers,
+        rows=sink.rows,
     )
 
 
@@ -247,8 +249,6 @@ def line(preset: str, found: Sequence[Found]) -> dict[str, str]:
 def verification(found: Sequence[Found]) -> str:
     """The derived share of one cell beside the one of steps in a row."""
     bare, direct = slowest([f.block_bare for f in found]), slowest([f.block_direct for f in found])
-    if not bare:
-        return ""
     derived = share(slowest([f.costs[DIRECT].on for f in found]), slowest([f.bare for f in found]))
     seen = median(d.whole / b.whole for d, b in zip(direct, bare, strict=True)) - 1
     return (

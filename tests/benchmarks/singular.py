@@ -40,6 +40,14 @@ def largest(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -
     return found
 
 
+def theirs(weights: Mapping[str, Tensor]) -> Time:
+    dist.barrier()
+    start = time.perf_counter()
+    largest(weights)
+    whole = time.perf_counter() - start
+    return Time(whole=whole, part=whole)
+
+
 def side_by_side(d: int, blocks: int, repeats: int, rank: int, world: int) -> dict[str, Result]:
     """Both methods on this rank; the second one on every rank, as it is usually called."""
     mesh = init_device_mesh("cpu", (world,))
@@ -48,13 +56,6 @@ def side_by_side(d: int, blocks: int, repeats: int, rank: int, world: int) -> di
     weights = {name: p.detach() for name, p in model.items()}
     exact = largest(weights, torch.float64)
     sink = Watched()
-
-    def theirs() -> Time:
-        dist.barrier()
-        start = time.perf_counter()
-        largest(weights)
-        whole = time.perf_counter() - start
-        return Time(whole=whole, part=whole)
 
     def error() -> float:
         found = sink.values() if rank == 0 else {}
@@ -73,7 +74,7 @@ def side_by_side(d: int, blocks: int, repeats: int, rank: int, world: int) -> di
         with Traffic() as traffic:
             ours()
         third = error()
-        times = take_turns({OURS: ours, THEIRS: theirs}, repeats)
+        times = take_turns({OURS: ours, THEIRS: partial(theirs, weights)}, repeats)
         found = sink.values() if rank == 0 else {}
     with Traffic() as gathering:
         largest(weights)
