@@ -7,7 +7,7 @@ the basis, which the Rayleigh-Ritz procedure takes into account, in float64: no 
 is skew, and rows that add nothing are left out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +82,7 @@ def next_block(basis: Tensor, image: Tensor) -> Tensor:
 
 def make_scratch(problems: Sequence[Problem]) -> Tensor | None:
     """Room for the float32 copy of a chunk, where a piece is not float32; whole copies would be as large as a model."""
-    others = [p.piece for p in problems if p.piece.dtype != torch.float32 and p.piece.numel()]
+    others = [p.piece for p in problems if p.piece.dtype != torch.float32]
     if not others:
         return None
     size = max(_chunk_rows(piece) * piece.size(1) for piece in others)
@@ -97,18 +97,24 @@ def _chunk_rows(piece: Tensor) -> int:
     return rows if piece.device.type != "cpu" or fits or scattered else max(1, CHUNK // max(1, columns))
 
 
-def chunks(piece: Tensor, scratch: Tensor | None) -> Iterator[Tensor]:
+def chunks(piece: Tensor, scratch: Tensor | None) -> Iterable[Tensor]:
     """The piece in float32, some rows at a time. A chunk is valid until the next one is asked for."""
-    rows = max(1, _chunk_rows(piece))
-    for start in range(0, piece.size(0), rows):
-        part = piece[start : start + rows]
-        if part.dtype == torch.float32:
-            yield part
-            continue
-        assert scratch is not None
-        room = scratch[: part.numel()]
-        copy = room.view(part.mT.shape).mT if part.stride(0) == 1 else room.view(part.shape)
-        yield copy.copy_(part)
+    rows = _chunk_rows(piece)
+    if piece.dtype == torch.float32:
+        return (piece,) if rows == piece.size(0) else torch.split_with_sizes(piece, _even(piece.size(0), rows))
+    return (_float(part, scratch) for part in torch.split_with_sizes(piece, _even(piece.size(0), rows)))
+
+
+def _even(size: int, most: int) -> list[int]:
+    full, rest = divmod(size, max(1, most))
+    return [most] * full + ([rest] if rest else [])
+
+
+def _float(part: Tensor, scratch: Tensor | None) -> Tensor:
+    assert scratch is not None
+    room = scratch[: part.numel()]
+    copy = room.view(part.mT.shape).mT if part.stride(0) == 1 else room.view(part.shape)
+    return copy.copy_(part)
 
 
 def normal_product(piece: Tensor, v: Tensor, row_scale: Tensor | None, out: Tensor, scratch: Tensor | None) -> None:

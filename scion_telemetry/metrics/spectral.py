@@ -30,6 +30,9 @@ SLACK = 4e-6
 
 BLOCK = 8
 """Vectors a block, on pieces."""
+WIDE_BLOCK = 24
+"""The same for orthogonalised updates that no rank holds whole: their leaders change with every step, so that no start
+is warm. At most 0.8 % low after ``WARM_STEPS``, where ``BLOCK`` vectors are 2 % low."""
 COLD_STEPS = 8
 """Steps of a first run on pieces: at most 0.3 % low on weights, gradients, momenta and updates of a real run."""
 FEWER_STEPS = ((2, 2), (5, 3))
