@@ -6,6 +6,7 @@ Everything that a step computes can be observed (``register_step_observer``) at 
 from .dion2 import Dion2
 from .dion3 import Dion3, NorDion2
 from .events import Gram, ParamFacts, Selection, StepEvent, StepSettings, register_step_observer
+from .fraction import set_fraction
 from .groups import ParamGroups, group_params, infer_roles
 from .layout import Layout
 from .orthogonalize import Orthogonalizer, make_orthogonalizer
@@ -29,4 +30,5 @@ __all__ = [
     "infer_roles",
     "make_orthogonalizer",
     "register_step_observer",
+    "set_fraction",
 ]

@@ -300,7 +300,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if any(param is p for p in group["params"]):
                 algorithm = self._algorithm(group)
-                return replace(algorithm.facts(param, self._grids[param], group), options=tuple(algorithm.defaults))
+                grid = self._grids[param]
+                known = algorithm.facts(param, grid, group)
+                return replace(known, options=tuple(algorithm.defaults), shared=grid.group is not None)
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
 
     def settings(self, group: Mapping[str, Any]) -> StepSettings:

@@ -117,6 +117,7 @@ class ParamFacts:
         owner_shows: Whether some rank assembles the whole direction.
         heads: Parts of the rows that are selected from each for itself.
         options: Names of the group's options that the rule reads.
+        shared: Whether several ranks step it together, and what is selected travels between them.
         shows_gram: Whether some rank shows a ``Gram`` of it at every step; of a stack, each rank those that it has.
     """
 
@@ -126,6 +127,7 @@ class ParamFacts:
     owner_shows: bool = False
     heads: int = 1
     options: tuple[str, ...] = ()
+    shared: bool = False
     shows_gram: bool = False
 
 
