@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scion_telemetry.metrics.declare import custom
     from scion_telemetry.schedule import Schedule, at, every, log_spaced
     from scion_telemetry.store import Run, Runs, load_run, load_runs
     from scion_telemetry.tracker import Tracker
@@ -19,13 +20,14 @@ _HOME = {
     "Schedule": "schedule",
     "Tracker": "tracker",
     "at": "schedule",
+    "custom": "metrics.declare",
     "every": "schedule",
     "load_run": "store",
     "load_runs": "store",
     "log_spaced": "schedule",
 }
 
-__all__ = ["Run", "Runs", "Schedule", "Tracker", "at", "every", "load_run", "load_runs", "log_spaced"]
+__all__ = ["Run", "Runs", "Schedule", "Tracker", "at", "custom", "every", "load_run", "load_runs", "log_spaced"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,99 +1,33 @@
-"""One flush on one rank: partial results of every quantity into the buffers, and σ₁ of what lies in pieces.
+"""One flush on one rank: partial results of every quantity into the buffers.
 
-before the step   snapshots of weights whose update the optimizer does not show
+before the step   copies of weights whose update the optimizer does not show
 while it steps    updates and selections, from events
-after it          weights, gradients, momenta; one SUM, one MAX; Lanczos on pieces
+after it          weights, gradients, momenta; one MAX, one SUM; singular values of what lies in pieces
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scion_telemetry.describe import find_momentum, piece_like
-from scion_telemetry.metrics import norms, selection, spectral
-from scion_telemetry.metrics.catalogue import PARTIALS, SELECTION_PARTIALS, Choice, selection_shape
-from scion_telemetry.metrics.pieces import MatrixShape, Place, as_matrices
-from scion_telemetry.metrics.spectral import Krylov
+from scion_telemetry.describe import piece_like
+from scion_telemetry.metrics import norms
+from scion_telemetry.metrics.choice import Choice
+from scion_telemetry.metrics.pieces import as_matrices
 from scion_telemetry.optim.events import StepEvent
-from scion_telemetry.optim.layout import Layout, local, split_rows
+from scion_telemetry.optim.layout import local
+from scion_telemetry.optim.selection import l1_scores, take
+from scion_telemetry.places import Mine
 from scion_telemetry.plan import Planned
-from scion_telemetry.reduce import Buffers, Schema
+from scion_telemetry.reduce import Schema
+from scion_telemetry.selected import SelectionLog
+from scion_telemetry.sheet import GRADIENT_SCORES, Flush, Settings, Sheet, make_schema
+from scion_telemetry.shown import Previous, Shown
+from scion_telemetry.sigma import Cut, Memory, Pieces, Whole, in_pieces
 
-SigmaKey = tuple[int, str, int]
-"""(number of the parameter, quantity, number of the stacked matrix)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mine:
-    """A parameter of which this rank measures a piece.
-
-    Args:
-        number: Its number in the plan.
-        param: The parameter.
-        planned: What all ranks agreed.
-        place: Where the piece lies.
-        held: Matrices of a stack that the piece holds, with their positions in it.
-        slices: Positions of the piece's scores among all that are selected from; None for all of them, in order.
-        tells: The piece tells of its selection. Of pieces of the same slices the first one does.
-    """
-
-    number: int
-    param: Tensor
-    planned: Planned
-    place: Place
-    held: Mapping[int, int]
-    slices: Tensor | None
-    tells: bool
-
-    @classmethod
-    def of(cls, number: int, param: Tensor, planned: Planned) -> "Mine":
-        """Read the place from the parameter."""
-        layout = Layout.of(param)
-        runs = layout.runs(0) if planned.shape.stacked else ((0, 1),)
-        place = Place.of(layout, planned.shape, device=param.device)
-        slices, tells, dim = None, False, planned.spec.select_dim
-        if dim is not None:
-            heads = planned.spec.heads
-            seen = split_rows(layout, heads) if heads > 1 else layout
-            among = Place.of(seen, MatrixShape.of(seen.shape, "hidden"), device=param.device) if heads > 1 else place
-            slices = among.vector_index(dim)
-            other = seen.runs(len(seen.shape) - 3 - dim)
-            tells = bool(other) and other[0][0] == 0
-        return cls(
-            number=number,
-            param=param,
-            planned=planned,
-            place=place,
-            held={b: i for i, b in enumerate(b for start, stop in runs for b in range(start, stop))},
-            slices=slices,
-            tells=tells,
-        )
-
-
-def make_schema(plan: Sequence[Planned], choice: Choice) -> Schema:
-    """The buffers' layout: by parameter, quantity and partial result, selections last."""
-
-    def entries() -> Iterator[tuple[int, str, Any, Any]]:
-        for number, planned in enumerate(plan):
-            for quantity, partials in choice.partials.items():
-                for name in partials:
-                    if not (name.startswith("sigma") and planned.shape.vector):
-                        yield number, quantity, PARTIALS[name], planned.shape
-            if planned.spec.select_dim is not None:
-                shape = selection_shape(planned.shape, planned.spec.select_dim, planned.spec.heads)
-                for partial in SELECTION_PARTIALS.values():
-                    yield number, "selection", partial, shape
-
-    return Schema.of(entries())
-
-
-def _in_pieces(planned: Planned, quantity: str) -> bool:
-    """No rank has a whole matrix of the quantity."""
-    return planned.matrices_cut and not (quantity == "update" and planned.spec.owner_shows)
+Find: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
 class Collector:
@@ -101,7 +35,6 @@ class Collector:
 
     Args:
         plan: What is measured, the same on all ranks.
-        choice: The columns.
         params: This rank's parameters by name.
         rank: This rank in the plan.
         group: Ranks to reduce over; None for one process.
@@ -111,231 +44,148 @@ class Collector:
     def __init__(
         self,
         plan: Sequence[Planned],
-        choice: Choice,
         params: Mapping[str, Tensor],
         *,
         rank: int,
         group: dist.ProcessGroup | None,
         step: int,
     ) -> None:
-        self.schema = make_schema(plan, choice)
         self._plan = plan
-        self._choice = choice
         self._group = group
-        self._start = step
-        self._numbers = {params[p.spec.info.name]: n for n, p in enumerate(plan) if p.spec.info.name in params}
+        self.device = next(iter(params.values())).device if params else torch.device("cpu")
+        self.numbers = {params[p.spec.info.name]: n for n, p in enumerate(plan) if p.spec.info.name in params}
         self._mine = {
-            param: Mine.of(n, param, plan[n]) for param, n in self._numbers.items() if rank in plan[n].measurers
+            param: Mine.of(n, param, plan[n]) for param, n in self.numbers.items() if rank in plan[n].measurers
         }
         self._by_number = {mine.number: mine for mine in self._mine.values()}
-        self.device = next(iter(params.values())).device if params else torch.device("cpu")
-        self._histories: dict[Tensor, selection.History] = {}
-        self._starts: dict[SigmaKey, Tensor] = {}
-        self._snapshots: dict[Tensor, Tensor] = {}
-        self._pieces: dict[tuple[int, str], Tensor] = {}
-        self._seeds = torch.Generator().manual_seed(0)
+        told = {p: mine.slices for p, mine in self._mine.items() if mine.slices is not None and mine.tells}
+        self.log = SelectionLog(told, self.device, step)
+        self.cut = Cut(plan, group, self.device)
+        self.memory = Memory(self.device)
+        self._sheet = Sheet(self._by_number, self.device)
+        self.previous = Previous()
+        self._shown = Shown(plan, self.numbers, self._mine, self.log, self._sheet, self.previous)
+        self._schemas: dict[int, tuple[Choice, Schema]] = {}
 
-    # ------------------------------------------------------------------ before and during the step
+    def schema(self, choice: Choice) -> Schema:
+        """The layout of the buffers for a choice, worked out once."""
+        if id(choice) not in self._schemas:  # the choice is kept, so that its number is not given to another one
+            self._schemas[id(choice)] = (choice, make_schema(self._plan, choice))
+        return self._schemas[id(choice)][1]
 
-    def snapshot(self) -> None:
-        """Keep the weights whose update the optimizer will not show: one copy of those pieces, until the flush."""
-        if "update" in self._choice.partials:
-            hidden = [m.param for m in self._mine.values() if not m.planned.spec.shows_update]
-            self._snapshots = {param: local(param.detach()).clone() for param in hidden}
+    def snapshot(self) -> dict[Tensor, Tensor]:
+        """Copies of this rank's pieces of the weights whose update the optimizer will not show."""
+        hidden = [m.param for m in self._mine.values() if not m.planned.spec.shows_update]
+        return {param: local(param).detach().clone() for param in hidden}
 
-    def observe(self, event: StepEvent, step: int, buffers: Buffers | None) -> None:
-        """Take a step event: the selection's history always, everything else when ``buffers`` is given."""
-        for i, param in enumerate(event.params):
-            mine = self._mine.get(param)
-            if event.selections and mine is not None and mine.tells:
-                self._select(mine, event, i, step, buffers)
-            if buffers is not None and param in self._numbers:
-                if mine is not None:
-                    self._update(mine, event, i, buffers)
-                if i in event.owned:
-                    self._owned(self._numbers[param], event.owned[i], abs(event.scale), buffers)
+    def observe(self, event: StepEvent, step: int, flush: Flush | None) -> None:
+        """Take a step event: the selection's history always, everything else when there is a flush."""
+        self._shown.observe(event, step, flush)
 
-    def _select(self, mine: Mine, event: StepEvent, i: int, step: int, buffers: Buffers | None) -> None:
-        chosen = event.selections[i]
-        scores, indices = (t.unsqueeze(0) if t.ndim == 1 else t for t in (chosen.scores, chosen.indices))
-        history = self._histories.get(mine.param)
-        if history is None:
-            history = self._histories[mine.param] = selection.History.start(scores, self._start)
-        if buffers is not None:
-            ones = torch.ones((), dtype=torch.float64, device=scores.device)
-            buffers.add((mine.number, "selection", "selected"), ones * indices.numel())
-            buffers.add((mine.number, "selection", "selected_before"), ones * history.selected)
-            buffers.add((mine.number, "selection", "selected_both"), history.repeated(indices))
-        history.update(indices, step)
-        if buffers is not None:
-            signed = selection.signed_scores(scores, indices)
-            buffers.add((mine.number, "selection", "scores"), signed, mine.slices)
-            ages = history.ages()
-            buffers.add((mine.number, "selection", "ages"), selection.age_histogram(ages))
-            if ages.numel():
-                buffers.add((mine.number, "selection", "oldest"), ages.max())
-
-    def _update(self, mine: Mine, event: StepEvent, i: int, buffers: Buffers) -> None:
-        direction, place = event.directions[i], mine.place
-        if event.selections:
-            chosen = event.selections[i]
-            if chosen.indices.ndim == 1:
-                place = place.select(chosen.dim, chosen.indices)
-            else:  # every stacked matrix selects its own rows: spread them over the whole piece
-                shape = list(direction.shape)
-                shape[chosen.dim] = chosen.scores.size(-1)
-                index = chosen.indices.unsqueeze(-1 if chosen.dim == -2 else -2).expand(direction.shape)
-                direction = direction.new_zeros(shape).scatter_(chosen.dim, index, direction)
-                direction = direction.view(local(mine.param).shape)  # heads are rows again
-        matrices = as_matrices(direction, mine.planned.shape)
-        self._measure(mine, "update", matrices, place, buffers, scale=abs(event.scale))
-        if not mine.planned.spec.owner_shows:
-            self._keep(mine, "update", matrices, abs(event.scale), buffers)
-
-    def _owned(self, number: int, direction: Tensor, scale: float, buffers: Buffers) -> None:
-        if (number, "update", "sigma") in buffers and self._plan[number].spec.owner_shows:
-            self._sigma(number, "update", as_matrices(direction, self._plan[number].shape), scale, None, buffers)
-
-    # ------------------------------------------------------------------ after the step
-
-    def measure(
-        self, states: Mapping[Tensor, Mapping[str, Any]], decay: Mapping[Tensor, float], buffers: Buffers
-    ) -> None:
+    def measure(self, momentum: Find, flush: Flush, among: Container[Tensor]) -> None:
         """Measure weights, gradients, momenta, and the updates that were not shown.
 
         Args:
-            states: The optimizer's state.
-            decay: lr · wd of the decoupled weight decay of each parameter, which is not part of an update.
-            buffers: Where to.
+            momentum: The momentum of a parameter, None where the optimizer keeps none.
+            flush: Where to.
+            among: The parameters to measure: those of one optimizer.
         """
-        for param in self._numbers:
-            found: dict[str, Tensor | None] = {}
-            if "grad" in self._choice.partials and param.grad is not None:
-                found["grad"] = piece_like(param.grad, param)
-            if "momentum" in self._choice.partials:
-                found["momentum"] = find_momentum(states.get(param, {}), param)
-            mine = self._mine.get(param)
-            if mine is None:
+        wants_grad = bool(flush.choice.names("grad")) or GRADIENT_SCORES in flush.buffers
+        pieces: dict[str, dict[Mine, Tensor]] = {"weight": {}, "grad": {}, "momentum": {}}
+        for param in self.numbers:  # in the plan's order: finding a gradient may communicate
+            if param not in among:
                 continue
-            found["weight"] = local(param.detach())
-            if param in self._snapshots and param.grad is not None:
-                kept = 1 - decay.get(param, 0.0)
-                found["update"] = local(param.detach()).double() - kept * self._snapshots[param].double()
-            for quantity, piece in found.items():
-                if piece is not None and quantity in self._choice.partials:
-                    matrices = as_matrices(piece, mine.planned.shape)
-                    self._measure(mine, quantity, matrices, mine.place, buffers)
-                    self._keep(mine, quantity, matrices, 1.0, buffers)
-        self._snapshots = {}
+            found: dict[str, Tensor] = {}
+            if wants_grad and param.grad is not None:
+                found["grad"] = piece_like(param.grad, param)
+            if flush.choice.names("momentum") and (kept := momentum(param)) is not None:
+                found["momentum"] = piece_like(kept, param)
+            if flush.choice.names("weight"):
+                found["weight"] = local(param).detach()
+            if (mine := self._mine.get(param)) is not None:
+                for quantity, piece in found.items():
+                    pieces[quantity][mine] = as_matrices(piece, mine.planned.shape)
+        updates = self._hidden_updates(flush)
+        self.memory.begin(flush.step)
+        whole = Whole(self.memory)
+        for quantity, by_mine in (*pieces.items(), ("update", updates)):
+            if by_mine:
+                self._sheet.norms(flush, quantity, list(by_mine), list(by_mine.values()))
+                self._singular_values(quantity, by_mine, whole, flush)
+        self._selections(flush, pieces)
+        flush.chosen.clear()
+        self._dots(flush, ("momentum", "with_grad"), pieces["momentum"], pieces["grad"])
+        self._dots(flush, ("update", "with_weight"), updates, pieces["weight"])
+        if updates and "with_previous" in flush.choice.names("update"):
+            self.previous.compare(self._sheet, flush, list(updates), list(updates.values()), 1.0)
+        whole.solve(flush.buffers, flush.step)
 
-    def _measure(
-        self, mine: Mine, quantity: str, x: Tensor, place: Place, buffers: Buffers, *, scale: float = 1.0
-    ) -> None:
-        found = norms.squares(x)
-        total = found.rows.sum()
-        for partial, values, index in (
-            ("pieces", torch.ones_like(total), None),
-            ("row_squares", found.rows * scale**2, place.vector_index(-2)),
-            ("column_squares", found.columns * scale**2, place.vector_index(-1)),
-        ):
-            buffers.add((mine.number, quantity, partial), values, index)
-        if (mine.number, quantity, "nonfinite") in buffers:
-            buffers.add((mine.number, quantity, "nonfinite"), norms.nonfinite(x, total))
-        if (mine.number, quantity, "largest") in buffers:
-            buffers.add((mine.number, quantity, "largest"), norms.largest(x) * scale)
+    def _selections(self, flush: Flush, pieces: Mapping[str, Mapping[Mine, Tensor]]) -> None:
+        """What is known of a selection when its step is done: what was kept, and what the gradient alone says."""
+        for param, chosen in flush.chosen.items():
+            mine = self._mine[param]
+            if (slices := mine.slices) is None:
+                continue
+            if (kept := pieces["momentum"].get(mine)) is not None and ("momentum", "squares") in flush.buffers:
+                part = take(kept.reshape(slices.shape), chosen.indices, chosen.dim)
+                self._sheet.put(flush, ("selection", "kept"), [mine.number], norms.dot(part, part))
+            if (grad := pieces["grad"].get(mine)) is not None and GRADIENT_SCORES in flush.buffers:
+                scores = l1_scores(grad.reshape(slices.shape), slices.dim)
+                self._sheet.put(flush, GRADIENT_SCORES, [mine.number], scores, {mine.number: slices.positions})
 
-    def _keep(self, mine: Mine, quantity: str, x: Tensor, scale: float, buffers: Buffers) -> None:
-        """σ₁ of matrices that are whole here now; of others keep the piece until all ranks work on it together."""
-        if (mine.number, quantity, "sigma") not in buffers:
+    def keep_hidden(self, snapshots: Mapping[Tensor, Tensor], settings: Settings) -> None:
+        """Keep updates that were not shown, for the step to come."""
+        for param, before in snapshots.items() if self.previous.keeps else ():
+            if (update := self._difference(param, before, settings)) is not None:
+                self.previous.keep(param, as_matrices(update.float(), self._mine[param].planned.shape))
+
+    def reduce(self, flush: Flush) -> tuple[int, int]:
+        """Merge over all ranks and find σ₁ of what lies in pieces; returns the numbers of collectives and of bytes."""
+        count = flush.buffers.reduce(self._group)
+        self.log.commit()
+        size = 8 * flush.buffers.numbers if count else 0
+        here = Pieces(pieces=flush.pieces, mine=self._by_number)
+        more, further = self.cut.solve(here, flush.buffers, flush.step)
+        flush.pieces.clear()
+        return count + more, size + further
+
+    def _hidden_updates(self, flush: Flush) -> dict[Mine, Tensor]:
+        return {
+            (mine := self._mine[param]): as_matrices(update, mine.planned.shape)
+            for param, before in flush.snapshots.items()
+            if (update := self._difference(param, before, flush.settings)) is not None
+        }
+
+    def _difference(self, param: Tensor, before: Tensor, settings: Settings) -> Tensor | None:
+        """The update that a step made; None where it made none, for want of a gradient."""
+        after = local(param).detach()
+        # An optimizer may have given its gradients back, or need none: a weight that has moved was stepped.
+        if param.grad is None and norms.free_to_read(after) and torch.equal(after, before):
+            return None
+        found = after.double() - settings[param].kept * before.double()
+        return found if before.dtype == torch.float64 else found.float()  # differences are small, but not of digits
+
+    def _singular_values(self, quantity: str, pieces: Mapping[Mine, Tensor], whole: Whole, flush: Flush) -> None:
+        """Collect the matrices of which they are wanted: to be solved here, or with other ranks."""
+        wanted = flush.choice.names(quantity)
+        if wanted.isdisjoint(("sigma", "coherence")):
             return
-        if mine.planned.matrices_cut:
-            self._pieces[(mine.number, quantity)] = x if scale == 1.0 else x.float() * scale
-        else:
-            self._sigma(mine.number, quantity, x, scale, mine.place.batch, buffers)
+        for mine, x in pieces.items():
+            if mine.planned.shape.vector:
+                continue
+            if in_pieces(mine.planned, quantity):
+                flush.pieces[(quantity, mine.number)] = x.float() if x.dtype == torch.float64 else x
+                continue
+            if "sigma" in wanted:
+                whole.add(quantity, mine.number, x, list(mine.held))
+            if "coherence" in wanted:
+                squares = norms.measure([x], frozenset(("row_squares",)))["row_squares"]
+                whole.add_coherence(mine.number, x, list(mine.held), squares)
 
-    def _sigma(
-        self, number: int, quantity: str, x: Tensor, scale: float, batch: Tensor | None, buffers: Buffers
+    def _dots(
+        self, flush: Flush, kind: tuple[str, str], some: Mapping[Mine, Tensor], others: Mapping[Mine, Tensor]
     ) -> None:
-        for partial in ("sigma", "sigma_upper", "sigma_ranks"):
-            assert (number, quantity, partial) in buffers
-        for b, matrix in enumerate(x):
-            index = torch.tensor([b], device=x.device) if batch is None else batch[b : b + 1]
-            found = spectral.largest_singular_value(matrix, seed=number)
-            buffers.add((number, quantity, "sigma"), found.lower * scale, index)
-            buffers.add((number, quantity, "sigma_upper"), found.upper * scale, index)
-            buffers.add((number, quantity, "sigma_ranks"), torch.ones_like(found.lower), index)
-
-    # ------------------------------------------------------------------ over all ranks
-
-    def reduce(self, buffers: Buffers) -> int:
-        """Merge over all ranks and find σ₁ of what lies in pieces; returns the number of collectives."""
-        count = buffers.reduce(self._group)
-        problems = {key: self._problem(key, buffers) for key in self._cut_matrices()}
-        if problems:
-            warm = all(key in self._starts for key in problems)
-            steps = spectral.WARM_STEPS if warm else spectral.COLD_STEPS
-
-            def total(t: Tensor) -> Tensor:
-                nonlocal count
-                count += 1
-                assert self._group is not None
-                dist.all_reduce(t, group=self._group)
-                return t
-
-            spectral.run(list(problems.values()), steps=steps, total=total)
-            for (number, quantity, b), problem in problems.items():
-                self._finish(number, quantity, b, problem, buffers)
-        self._pieces = {}
-        return count
-
-    def _cut_matrices(self) -> Iterator[SigmaKey]:
-        for number, planned in enumerate(self._plan):
-            for quantity in self._choice.partials:
-                if _in_pieces(planned, quantity) and (number, quantity, "sigma") in self.schema.slots:
-                    yield from ((number, quantity, b) for b in range(planned.shape.batch))
-
-    def _problem(self, key: SigmaKey, buffers: Buffers) -> Krylov:
-        number, quantity, b = key
-        planned, shape = self._plan[number], self._plan[number].shape
-        rows_cut, columns_cut = _cut_sides(planned)
-        flip = columns_cut and not rows_cut  # iterate on the side that every piece holds whole
-        size = shape.rows if flip else shape.columns
-        piece, place, rows = self._local_matrix(number, quantity, b)
-        if piece is None:
-            piece = torch.empty(0, size, dtype=torch.float32, device=self.device)
-            place, rows = None, torch.empty(0, dtype=torch.int64, device=self.device)
-        elif flip:
-            piece, place, rows = piece.mT, rows, place
-        both = rows_cut and columns_cut
-        start = self._starts.get(key)
-        squares = buffers.view((number, quantity, "row_squares")).view(shape.batch, -1)[b].sum()
-        return Krylov(
-            piece=piece,
-            place=place,
-            rows=(rows, shape.rows) if both else None,
-            start=_cold(size, self._seeds, self.device) if start is None else start,
-            squares=squares,
-        )
-
-    def _local_matrix(self, number: int, quantity: str, b: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """This rank's piece of one matrix, with the positions of its columns and rows."""
-        piece, mine = self._pieces.get((number, quantity)), self._by_number.get(number)
-        if piece is None or mine is None or b not in mine.held:
-            return None, None, None
-        return piece[mine.held[b]], mine.place.columns, mine.place.rows
-
-    def _finish(self, number: int, quantity: str, b: int, problem: Krylov, buffers: Buffers) -> None:
-        found = problem.estimate()
-        buffers.view((number, quantity, "sigma"))[b] = found.lower
-        buffers.view((number, quantity, "sigma_upper"))[b] = found.upper
-        buffers.view((number, quantity, "sigma_ranks"))[b] = 1.0
-        self._starts[(number, quantity, b)] = problem.next_start(self._seeds)
-
-
-def _cold(size: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    return spectral.random_start(size, min(spectral.BLOCK, size), generator, device)
-
-
-def _cut_sides(planned: Planned) -> tuple[bool, bool]:
-    first = 1 if planned.shape.stacked else 0
-    return first in planned.cut, any(d > first for d in planned.cut)
+        both = [(m, x, others[m]) for m, x in some.items() if m in others] if kind in flush.buffers else []
+        if both:
+            values = torch.stack([norms.dot(x, y) for _, x, y in both])
+            self._sheet.put(flush, kind, [m.number for m, _, _ in both], values)

@@ -1,17 +1,20 @@
 """What the tracker reads off a model and an optimizer: names, roles, options, and what the optimizer will show."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from scion_telemetry.optim.events import ObservableOptimizer, ParamFacts
+from scion_telemetry.optim.events import ObservableOptimizer, ParamFacts, StepSettings
 from scion_telemetry.optim.groups import clean_name, infer_roles
-from scion_telemetry.optim.layout import Layout, local
+from scion_telemetry.optim.layout import Layout, local, on_mesh
 from scion_telemetry.plan import ParamSpec
 from scion_telemetry.rows import ParamInfo, Value
 
@@ -21,15 +24,23 @@ MOMENTUM_KEYS = ("momentum", "momentum_buffer", "exp_avg")
 """Where optimizers keep their momentum: Dion2, Scion and SGD and Muon, the Adam family."""
 
 
-def parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The parameters that the optimizer steps, by clean name, in model order; tied ones once.
+def parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The parameters that the optimizers step, by clean name, in model order; tied ones once.
 
     Raises:
-        ValueError: When the optimizer steps a parameter that the model does not have, two have the same name without
-            wrapper prefixes, parameters are on several devices, or FSDP1 has sharded them.
+        ValueError: When an optimizer steps a parameter that the model does not have, two optimizers step the same, two
+            have the same name without wrapper prefixes, parameters are on several devices, or FSDP1 has sharded them.
     """
     _refuse_fsdp1(model)
-    stepped = {param for group in optimizer.param_groups for param in group["params"]}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # after a forward without a backward the parameters are not the sharded ones
+            module.reshard()
+    stepped: set[Tensor] = set()
+    for optimizer in optimizers:
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        if twice := own & stepped:
+            raise ValueError(f"{len(twice)} parameters are stepped by two of the optimizers; each belongs to one")
+        stepped |= own
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if param in stepped and found.setdefault(clean_name(name), param) is not param:
@@ -40,7 +51,7 @@ def parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     if foreign := stepped - set(found.values()):
         shapes = sorted(str(tuple(param.shape)) for param in foreign)
         raise ValueError(
-            f"the optimizer steps {len(foreign)} parameters that the model does not have, of shapes "
+            f"an optimizer steps {len(foreign)} parameters that the model does not have, of shapes "
             f"{', '.join(shapes[:5])}; pass the model that the optimizer was made for, after sharding or wrapping it"
         )
     devices = {param.device for param in found.values()}
@@ -64,17 +75,23 @@ def _refuse_fsdp1(model: nn.Module) -> None:
                 )
 
 
-def describe(model: nn.Module, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> list[ParamSpec]:
+def describe(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, Tensor]
+) -> list[ParamSpec]:
     """This rank's parameters, as the other ranks need to know them."""
     roles = infer_roles(model)
     aliases: dict[Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(param, []).append(clean_name(name))
-    groups = {param: group for group in optimizer.param_groups for param in group["params"]}
-    return [
-        _spec(name, param, groups[param], roles[param], aliases[param], facts(optimizer, param))
-        for name, param in params.items()
-    ]
+    found = {}
+    for optimizer in optimizers:
+        groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+        norms = natural_norms(optimizer, roles)
+        for name, own in params.items():
+            if own in groups:
+                shown = facts(optimizer, own)
+                found[name] = _spec(name, own, groups[own], roles[own], aliases[own], shown, norms.get(own))
+    return [found[name] for name in params]
 
 
 def facts(optimizer: torch.optim.Optimizer, param: Tensor) -> ParamFacts:
@@ -84,23 +101,70 @@ def facts(optimizer: torch.optim.Optimizer, param: Tensor) -> ParamFacts:
     return ParamFacts(algorithm=type(optimizer).__name__)
 
 
-def decoupled_decay(optimizer: torch.optim.Optimizer) -> dict[Tensor, float]:
-    """lr · weight decay of every parameter whose decay is decoupled from its update.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What the optimizer's group says of a parameter's step.
 
-    Known are the AdamW and Lion groups of our own optimizers, torch's Adam family where its groups say so, and
-    ``torch.optim.Muon``. For others a decay counts as part of the update.
+    Args:
+        lr: Learning rate.
+        decay: λ of the decoupled weight decay.
+        scale: Length of a full step over lr in the natural norm of the rule; None where it has none.
+        radius: Norm that the weight settles at; None where there is none.
+        kept: Factor on every entry of the weight before the update is added; 1 where only some entries decay.
+        fraction: Share of slices that is selected; None where nothing is.
+        ef_decay: What the selected part of the momentum is multiplied by afterwards.
     """
-    decay: dict[Tensor, float] = {}
+
+    lr: float
+    decay: float = 0.0
+    scale: float | None = None
+    radius: float | None = None
+    kept: float = 1.0
+    fraction: float | None = None
+    ef_decay: float | None = None
+
+
+def settings(optimizer: torch.optim.Optimizer, roles: Mapping[Tensor, str]) -> dict[Tensor, Setting]:
+    """Learning rate, decoupled weight decay and radius of every parameter with its role, as they are now.
+
+    Decay is known of our own optimizers, of torch's Adam family where its groups say that it is decoupled, and of
+    ``torch.optim.Muon``. With others a decay counts as part of the update.
+    """
+    found: dict[Tensor, Setting] = {}
     for group in optimizer.param_groups:
-        own = (
-            isinstance(optimizer, ObservableOptimizer)
-            and "weight_decay" in group
-            and not group.get("cautious_wd", False)
-        )
-        decoupled = own or group.get("decoupled_weight_decay", False) or isinstance(optimizer, torch.optim.Muon)
-        factor = float(group["lr"]) * float(group["weight_decay"]) if decoupled else 0.0
-        decay.update(dict.fromkeys(group["params"], factor))
-    return decay
+        if not isinstance(optimizer, ObservableOptimizer):
+            decoupled = group.get("decoupled_weight_decay", False) or isinstance(optimizer, torch.optim.Muon)
+            decay, lr = float(group.get("weight_decay", 0.0)) if decoupled else 0.0, float(group.get("lr", math.nan))
+            found.update(dict.fromkeys(group["params"], Setting(lr=lr, decay=decay, kept=1 - lr * decay)))
+            continue
+        together = optimizer.settings(group)
+        kept = 1.0 if group.get("cautious_wd", False) else 1 - together.lr * together.decay
+        for param in group["params"]:
+            # Parameters of several roles have no norm together, but each has its own.
+            own = _settings(optimizer, group, param, roles) if together.scale is None else together
+            found[param] = Setting(
+                lr=own.lr,
+                decay=own.decay,
+                scale=own.scale,
+                radius=own.radius,
+                kept=kept,
+                fraction=group.get("fraction"),
+                ef_decay=group.get("ef_decay", group.get("mu")),
+            )
+    return found
+
+
+def natural_norms(optimizer: torch.optim.Optimizer, roles: Mapping[Tensor, str]) -> dict[Tensor, str | None]:
+    """The metric in which the rule of every parameter measures a step; None where no single one fits."""
+    if not isinstance(optimizer, ObservableOptimizer):
+        return {}
+    return {p: _settings(optimizer, g, p, roles).norm for g in optimizer.param_groups for p in g["params"]}
+
+
+def _settings(
+    optimizer: ObservableOptimizer, group: Mapping[str, Any], param: Tensor, roles: Mapping[Tensor, str]
+) -> StepSettings:
+    return optimizer.settings({**group, "params": [param], "role": group.get("role", roles.get(param))})
 
 
 def find_momentum(state: Mapping[str, Any], param: Tensor) -> Tensor | None:
@@ -117,21 +181,27 @@ def piece_like(value: Tensor, param: Tensor) -> Tensor:
 
     Communicates only where the value lies otherwise: tensor parallelism leaves gradients that are not added up yet.
     """
-    value = value.detach()
     if value.layout != torch.strided:
         value = value.to_dense()
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
         value = value.redistribute(param.device_mesh, param.placements)
-    return local(value)
+    return local(value).detach()
 
 
 def _spec(
-    name: str, param: Tensor, group: Mapping[str, Any], role: str, names: Sequence[str], shown: ParamFacts
+    name: str,
+    param: Tensor,
+    group: Mapping[str, Any],
+    role: str,
+    names: Sequence[str],
+    shown: ParamFacts,
+    norm: str | None,
 ) -> ParamSpec:
     try:
-        if param.is_complex() or param.layout != torch.strided:
+        if param.layout != torch.strided or not param.dtype.is_floating_point or param.dtype.itemsize < 2:
             raise ValueError(
-                f"dtype {param.dtype} and layout {param.layout} are not measured; only dense real tensors are"
+                f"dtype {param.dtype} and layout {param.layout} are not measured; only dense tensors of 16 to 64 bit "
+                "floating-point numbers are"
             )
         layout = Layout.of(param)
     except ValueError as error:
@@ -151,11 +221,15 @@ def _spec(
     )
     return ParamSpec(
         info=info,
-        runs=tuple(layout.runs(d) for d in range(param.ndim)),
+        # A rank that the mesh leaves out has the parameter and no piece of it.
+        runs=tuple(layout.runs(d) if on_mesh(param) else () for d in range(param.ndim)),
         select_dim=shown.select_dim,
         shows_update=shown.shows_update,
         owner_shows=shown.owner_shows,
         heads=shown.heads,
+        norm=norm,
+        shared=shown.shared,
+        shows_gram=shown.shows_gram,
         digest=_digest(local(param.detach())) if dist.is_available() and dist.is_initialized() else 0,
     )
 

@@ -33,6 +33,9 @@ class ParamSpec:
         shows_update: The optimizer shows its update.
         owner_shows: Some rank assembles the whole direction of its update.
         heads: Parts of its rows that are selected from each for itself.
+        norm: The metric in which its rule measures a step; None where no single one fits.
+        shared: Several ranks step it together.
+        shows_gram: Some rank shows what Newton-Schulz knows of its momentum.
         digest: Of the bits of this rank's piece.
     """
 
@@ -42,6 +45,9 @@ class ParamSpec:
     shows_update: bool = False
     owner_shows: bool = False
     heads: int = 1
+    norm: str | None = None
+    shared: bool = False
+    shows_gram: bool = False
     digest: int = 0
 
 
@@ -54,6 +60,9 @@ class Planned:
         shape: The parameter as matrices.
         measurers: Ranks that measure a piece.
         cut: Dimensions along which pieces are cut.
+        matrices_cut: No rank holds a whole matrix of it.
+        shards: Slices of every piece along the dimension that is selected from; one entry where it is not cut, none
+            where nothing is selected, or from heads each for itself.
         holders: Ranks that hold a piece.
         replicas_differ: Ranks that should hold the same piece held different numbers when the tracker attached.
     """
@@ -62,6 +71,8 @@ class Planned:
     shape: MatrixShape
     measurers: tuple[int, ...]
     cut: frozenset[int]
+    matrices_cut: bool
+    shards: tuple[Runs, ...] = ()
     holders: int
     replicas_differ: bool
 
@@ -70,12 +81,6 @@ class Planned:
         """For people: ``whole``, ``replicated x2``, or as DTensor has it."""
         own = self.spec.info.layout
         return f"replicated x{self.holders}" if own == "whole" and self.holders > 1 else own
-
-    @property
-    def matrices_cut(self) -> bool:
-        """No rank holds a whole matrix of it."""
-        matrix_dims = {1, 2} if self.shape.stacked else set(range(len(self.spec.info.shape)))
-        return bool(self.cut & matrix_dims)
 
 
 def agree(describe: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
@@ -158,11 +163,18 @@ def _plan(name: str, found: Sequence[tuple[int, ParamSpec]], turn: int) -> Plann
             f"the pieces of parameter {name!r} on ranks {[rank for rank, _ in found]} hold {counted} elements, its "
             f"shape {first.info.shape} has {total}; give the tracker a process group that spans all of its pieces"
         )
+    shape = MatrixShape.of(first.info.shape, first.info.role)
+    cut = frozenset(d for runs in pieces for d, r in enumerate(runs) if length(r) != first.info.shape[d])
+    along: set[Runs] = set()
+    if first.select_dim is not None and first.heads == 1:
+        along = {runs[first.select_dim] for runs in pieces}
     return Planned(
         spec=first,
-        shape=MatrixShape.of(first.info.shape, first.info.role),
+        shape=shape,
         measurers=tuple(sorted(ranks[turn % len(ranks)] for ranks in pieces.values())),
-        holders=len(found),
+        holders=sum(map(len, pieces.values())) or len(found),
         replicas_differ=any(len(seen) > 1 for seen in digests.values()),
-        cut=frozenset(d for runs in pieces for d, r in enumerate(runs) if length(r) != first.info.shape[d]),
+        cut=cut,
+        shards=tuple(sorted(along)),
+        matrices_cut=bool(cut & ({1, 2} if shape.stacked else set(range(len(first.info.shape))))),
     )

@@ -9,7 +9,7 @@ schedule.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class ScalarLog:
         self._pending: list[tuple[int, str, Number]] = []
         self._last = Window(names=(), first=step, end=step)
         self._merged: HostBuffers | None = None
+        self._agreed = False
 
     def add(self, step: int, values: Mapping[str, Number]) -> None:
         """Keep values of a step; tensors stay on their device.
@@ -83,7 +84,8 @@ class ScalarLog:
         if self._merged is not None:
             self._merged.wait()
             flagged = float(self._merged.tail[-1]) > 0
-        if agreed or flagged or self._merged is None:
+        if agreed or flagged or not self._agreed:
+            self._agreed = True
             union = dict.fromkeys(self._names)
             for names in agree(lambda: list(dict.fromkeys(n for _, n, _ in self._pending)), self._group):
                 union.update(dict.fromkeys(names))
@@ -113,9 +115,14 @@ class ScalarLog:
         self._pending = kept
         self._last = window
 
-    def close(self, merged: HostBuffers) -> None:
-        """Keep the merged buffers: the next flush looks at their flag."""
+    def close(self, merged: HostBuffers | None) -> None:
+        """Keep the merged buffers: the next flush looks at their flag.
+
+        None after values were sent between flushes, with all names agreed on: the last step of the window may get more.
+        """
         self._merged = merged
+        if merged is None:
+            self._last = replace(self._last, end=max(self._last.first, self._last.end - 1))
 
 
 def _number(name: str, value: Any) -> Tensor | float:

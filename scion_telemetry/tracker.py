@@ -1,54 +1,58 @@
-"""The tracker: attaches to an optimizer, decides when, and drives measure -> reduce -> rows -> sinks."""
+"""The tracker: attaches to optimizers, decides when, and drives measure -> reduce -> rows -> sinks."""
 
-import dataclasses
 import logging
-import platform
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from scion_telemetry import describe
+from scion_telemetry import describe, state
 from scion_telemetry.collect import Collector
-from scion_telemetry.metrics.catalogue import (
-    SELECTION_METRICS,
-    Choice,
-    Measured,
-    choose,
-    finish,
-    finish_selection,
-    selection_shape,
-)
-from scion_telemetry.optim.events import ObservableOptimizer, StepEvent
-from scion_telemetry.plan import Planned, agree, make_plan, require_equal, warn_of_different_replicas
+from scion_telemetry.finish import Finisher
+from scion_telemetry.metrics.choice import Metrics, choose
+from scion_telemetry.optim.events import StepEvent
+from scion_telemetry.plan import agree, make_plan, require_equal, warn_of_different_replicas
 from scion_telemetry.reduce import Buffers, HostBuffers, Schema, drop_group, own_group
-from scion_telemetry.rows import Batch, ParamInfo, Row, RunInfo, Sink, Value
+from scion_telemetry.rounds import Rounds
+from scion_telemetry.rows import Batch, RunInfo, Scalar, Sink, Value
 from scion_telemetry.scalars import Number, ScalarLog, Window
 from scion_telemetry.schedule import Schedule, every, name_of
+from scion_telemetry.setup import check_arguments, run_info, unwrap
+from scion_telemetry.sheet import Flush
+from scion_telemetry.verify import Verification, verify
 from scion_telemetry.writer import Writer, open_sinks
 
 logger = logging.getLogger(__name__)
 
+OWN = ("telemetry_ms", "telemetry_bytes", "telemetry_collectives", "telemetry_rows", "steps_per_second")
+"""Scalars that the tracker writes itself, beside totals."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlushStats:
-    """What one flush cost.
+    """What one flush cost this rank.
 
     Args:
         step: Its step.
         collectives: Collectives of this flush.
-        numbers: Numbers in the reduced buffers, 8 bytes each.
+        bytes: Bytes that they were given on this rank; 0 on one process.
+        numbers: Numbers in the buffers that are merged, 8 bytes each; the rest are products for singular values.
+        milliseconds: Time that this rank's training thread spent in the tracker since the flush before. On an
+            accelerator that is the time to queue the work.
     """
 
     step: int
     collectives: int
+    bytes: int
     numbers: int
+    milliseconds: float = 0.0
 
 
 class Tracker:
@@ -66,13 +70,16 @@ class Tracker:
 
     Args:
         model: The model, sharded or wrapped as it will train.
-        optimizer: Its optimizer. Of one that does not show its updates, scheduled steps keep a copy of the weights.
+        optimizer: Its optimizer, or a list of those that step its parameters; one training step is then a step of each.
+            Of one that does not show its updates, scheduled steps keep a copy of the weights.
         schedule: From the number of the step (1 for the first) to yes or no.
-        metrics: A preset (``norms``, ``basic``, ``full``), or a list of columns, metrics and presets.
+        metrics: A preset (``norms``, ``basic``, ``spectral``, ``full``); a list of columns, metrics, presets and
+            metrics of your own (``custom``); or a dict from these to every how many flushes they are measured.
         sinks: Where rows go.
         run: Attributes of the run: seed, lr, data, …
-        process_group: Ranks that together hold the model; None: all.
-        start_step: Steps taken before, when a run is resumed.
+        process_group: Ranks that together hold the model; None: all, in a process group of the tracker's own.
+        start_step: Steps taken before, when a run is resumed without ``resume``.
+        resume: ``state_dict()`` of the tracker that this one continues.
 
     Raises:
         TypeError: For an optimizer that is no ``torch.optim.Optimizer``, a schedule that cannot be called, a sink
@@ -85,47 +92,64 @@ class Tracker:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         schedule: Schedule | None = None,
-        metrics: str | Sequence[str] = "basic",
+        metrics: Metrics = "basic",
         sinks: Sequence[Sink] = (),
         run: Mapping[str, Value] | None = None,
         process_group: dist.ProcessGroup | None = None,
         start_step: int = 0,
+        resume: Mapping[str, Any] | None = None,
     ) -> None:
+        self._model = model
         self._schedule = every(10) if schedule is None else schedule
-        self._optimizer = optimizer
-        self._group = own_group(process_group)
+        self._given, self._group = process_group, own_group(process_group)
         self._rank = 0 if self._group is None else self._group.rank()
-        self._step = start_step
-        self._closed = self._armed = False
-        self._buffers: Buffers | None = None
+        self._step, self._flushes, self._flushed = start_step, 0, start_step
+        self._closed = False
+        self._flush: Flush | None = None
         self._window: Window | None = None
+        self._merged: HostBuffers | None = None
+        self._snapshots: dict[Tensor, Tensor] = {}
+        self._settings: dict[Tensor, describe.Setting] = {}
+        self._clock = _Clock()
         self.last_flush: FlushStats | None = None
-        params = self._agree_on_parameters(model, metrics, sinks, run)
-        self._collector = Collector(
-            self._plan, self._choice, params, rank=self._rank, group=self._group, step=start_step
+        params = self._agree(optimizer, metrics, sinks, run, resume)
+        self._start_step, self._attributes = self._step, dict(run or {})
+        self._attach(params)
+        if resume is not None:
+            state.restore(resume, self._collector, self._finisher, self._plan)
+        self._scalars = ScalarLog(self._group, self._step)
+        self._open(sinks)
+        self._rounds = Rounds(
+            self._optimizers,
+            begin=self._begin,
+            after=self._after,
+            end=self._end,
+            event=self._on_event,
+            grams=lambda: self._flush is not None and "gram_rank" in self._flush.choice.names("momentum"),
         )
-        self._scalars = ScalarLog(self._group, start_step)
-        self._count = len(params)
-        self._open(sinks, dict(run or {}))
-        self._handles = self._attach()
 
-    def _agree_on_parameters(
-        self, model: nn.Module, metrics: str | Sequence[str], sinks: Sequence[Sink], run: Mapping[str, Value] | None
+    def _agree(
+        self, optimizer: object, metrics: Metrics, sinks: Sequence[Sink], run: object, resume: Mapping[str, Any] | None
     ) -> dict[str, Tensor]:
+        """Check this rank's arguments, tell the others, and make the plan; returns this rank's parameters."""
         params: dict[str, Tensor] = {}
 
         def mine() -> tuple[Any, ...]:
-            _check_arguments(self._optimizer, self._schedule, sinks, run, self._step)
+            self._optimizers = unwrap(optimizer)
+            check_arguments(self._model, self._schedule, sinks, run, self._step)
+            if resume is not None:
+                self._step, self._flushes, self._flushed = state.position(resume, self._step)
             self._choice = choose(metrics)
-            params.update(describe.parameters(model, self._optimizer))
-            columns = [name for name, _, _ in self._choice.columns]
-            return describe.describe(model, self._optimizer, params), name_of(self._schedule), columns, self._step
+            params.update(describe.parameters(self._model, self._optimizers))
+            specs = describe.describe(self._model, self._optimizers, params)
+            names = [*self._choice.units()]
+            return specs, name_of(self._schedule), (names, dict(self._choice.every)), (self._step, self._flushes)
 
         everybody = agree(mine, self._group)
-        for what, i in (("the schedule", 1), ("the choice of metrics", 2), ("start_step", 3)):
+        for what, i in (("the schedule", 1), ("the choice of metrics", 2), ("the step to start from", 3)):
             require_equal(what, [rank[i] for rank in everybody])
         self._plan = make_plan([rank[0] for rank in everybody])
         if not self._plan:
@@ -134,89 +158,164 @@ class Tracker:
             warn_of_different_replicas(self._plan)
         return params
 
-    def _open(self, sinks: Sequence[Sink], attributes: Mapping[str, Value]) -> None:
+    def _attach(self, params: Mapping[str, Tensor]) -> None:
+        with torch.inference_mode(False):  # what is kept is changed later, also outside of where the tracker was made
+            self._collector = Collector(self._plan, params, rank=self._rank, group=self._group, step=self._step)
+        self._finisher = Finisher(self._plan)
+        self._known = self._parameters()
+        self._roles = {p: self._plan[n].spec.info.role for p, n in self._collector.numbers.items()}
+        self._own = {id(o): frozenset(p for group in o.param_groups for p in group["params"]) for o in self._optimizers}
+
+    def _open(self, sinks: Sequence[Sink]) -> None:
         def start() -> None:
             if self._rank == 0:
-                info = self._run_info(attributes)
+                info = self._run_info()
                 open_sinks(sinks, lambda sink: sink.open(info))
 
         agree(start, self._group)
         self._writer = Writer(sinks) if self._rank == 0 else None
 
-    def _run_info(self, attributes: Mapping[str, Value]) -> RunInfo:
-        selects = any(p.spec.select_dim is not None for p in self._plan)
-        units = {**self._choice.units(), **({m.name: m.unit for m in SELECTION_METRICS} if selects else {})}
-        return RunInfo(
-            attributes=attributes,
-            params=tuple(_with_replicas(p) for p in self._plan),
-            layer_columns=tuple(name for name, _, _ in self._choice.columns),
-            selection_columns=tuple(m.name for m in SELECTION_METRICS) if selects else (),
-            units=units,
+    def _run_info(self) -> RunInfo:
+        return run_info(
+            self._plan,
+            self._choice,
+            attributes=self._attributes,
             schedule=name_of(self._schedule),
             world_size=1 if self._group is None else self._group.size(),
-            start_step=self._step,
-            versions=_versions(),
+            start_step=self._start_step,
         )
 
-    def _attach(self) -> list[RemovableHandle]:
-        eager: Any = torch.compiler.disable  # a compiled step must not trace, and recompile, what measures it
-        handles = [
-            self._optimizer.register_step_pre_hook(eager(self._before_step)),
-            self._optimizer.register_step_post_hook(eager(self._after_step)),
-        ]
-        if isinstance(self._optimizer, ObservableOptimizer):
-            handles.append(self._optimizer.register_step_observer(eager(self._on_event)))
-        return handles
+    # ------------------------------------------------------------------ while the optimizers step
 
-    # ------------------------------------------------------------------ hooks
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Without gradients, and in the precision that is asked for, whatever surrounds the step."""
+        with torch.no_grad(), torch.autocast(self._collector.device.type, enabled=False):
+            yield
 
-    def _before_step(self, *_: object) -> None:
-        self._armed = True
-        if not self._schedule(self._step + 1):
-            self._buffers = None
-            return
-        if sum(len(g["params"]) for g in self._optimizer.param_groups) != self._count:
-            logger.warning(
-                "the optimizer has other parameters than when the tracker attached; new ones are not tracked"
-            )
-            self._count = sum(len(g["params"]) for g in self._optimizer.param_groups)
+    def _begin(self) -> None:
+        with self._clock, self._undisturbed():
+            due = bool(self._schedule(self._step + 1))
+            self._collector.log.drop()
+            self._flush = self._open_flush() if due else None
+            keeps = self._keeps_for_the_next(due)
+            if self._flush is not None or keeps:
+                # One that left its optimizer is not told of: until that is noticed it has no settings.
+                self._settings = dict.fromkeys(self._collector.numbers, describe.Setting(lr=math.nan))
+                for optimizer in self._optimizers:
+                    self._settings.update(describe.settings(optimizer, self._roles))
+            if self._flush is not None:
+                self._flush.settings = self._settings
+            hidden = keeps or (self._flush is not None and self._flush.choice.names("update"))
+            self._snapshots = self._collector.snapshot() if hidden else {}
+            self._collector.previous.keeps = keeps
+
+    def _open_flush(self) -> Flush:
+        self._grow()
+        choice = self._choice.at(self._flushes)
         self._window = self._scalars.open(self._step + 1)
-        self._buffers = Buffers(self._collector.schema, self._collector.device, extra=self._window.size)
-        with torch.no_grad():
-            self._collector.snapshot()
+        header = {"the number of the step": float(self._step + 1), "logged scalars": float(self._window.size)}
+        buffers = Buffers(
+            self._collector.schema(choice), self._collector.device, extra=self._window.size, header=header, flags=1
+        )
+        if self._parameters() != self._known:
+            buffers.raised.fill_(1.0)
+        window = self._step + 1 - self._flushed
+        return Flush(step=self._step + 1, window=window, choice=choice, buffers=buffers, settings={})
+
+    def _keeps_for_the_next(self, due: bool) -> bool:
+        following = self._choice.at(self._flushes + due)
+        return "with_previous" in following.names("update") and bool(self._schedule(self._step + 2))
 
     def _on_event(self, event: StepEvent) -> None:
-        self._collector.observe(event, self._step + 1, self._buffers)
+        with self._clock, self._undisturbed():
+            self._collector.observe(event, self._step + 1, self._flush)
 
-    @torch.no_grad()
-    def _after_step(self, *_: object) -> None:
-        if not self._armed:  # the end of a step around a step (a subclass that calls super().step())
-            return
-        self._armed = False
-        self._step += 1
-        buffers, window = self._buffers, self._window
-        if buffers is None or window is None:
-            return
-        self._buffers = self._window = None
-        self._collector.measure(self._optimizer.state, describe.decoupled_decay(self._optimizer), buffers)
-        self._send(buffers, window)
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        with self._clock, self._undisturbed():
+            own = self._own[id(optimizer)]
+            snapshots = {p: before for p, before in self._snapshots.items() if p in own}
+            if self._flush is not None:
+                self._flush.snapshots = snapshots
+                momenta = optimizer.state
+                self._collector.measure(lambda p: describe.find_momentum(momenta.get(p, {}), p), self._flush, own)
+            self._collector.keep_hidden(snapshots, self._settings)
 
-    def _send(self, buffers: Buffers, window: Window) -> None:
-        self._scalars.fill(buffers.tail, window)
-        collectives = self._collector.reduce(buffers)
-        host = buffers.to_host()
+    def _end(self) -> None:
+        with self._clock, self._undisturbed():
+            self._step += 1
+            self._snapshots = {}
+            self._collector.previous.end_step()
+            flush, window = self._flush, self._window
+            self._flush = self._window = None
+            if flush is not None and window is not None:
+                self._send(flush, window)
+
+    def _send(self, flush: Flush, window: Window) -> None:
+        self._scalars.fill(flush.buffers.tail, window)
+        collectives, size = self._collector.reduce(flush)
+        self._merged = host = flush.buffers.to_host()
         self._scalars.close(host)
-        numbers = buffers.schema.sum_size + buffers.schema.max_size + buffers.extra
-        self.last_flush = FlushStats(step=self._step, collectives=collectives, numbers=numbers)
+        self._flushes, self._flushed = self._flushes + 1, self._step
+        spent, between = self._clock.lap()
+        self.last_flush = FlushStats(
+            step=self._step,
+            collectives=collectives,
+            bytes=size,
+            numbers=flush.buffers.numbers,
+            milliseconds=1e3 * spent,
+        )
         if self._writer is not None:
-            step, plan, choice = self._step, self._plan, self._choice
-            self._writer.put(lambda: make_batch(step, plan, choice, host, window))
+            cost = _cost(self.last_flush, flush.window, between)
+            step, finisher, choice = self._step, self._finisher, flush.choice
+
+            def make() -> Batch:
+                host.wait()
+                return finisher.batch(step, choice, host, (*window.read(host.tail), *cost))
+
+            self._writer.put(make)
+
+    # ------------------------------------------------------------------ parameters that come later
+
+    def _parameters(self) -> frozenset[int]:
+        return frozenset(id(p) for o in self._optimizers for group in o.param_groups for p in group["params"])
+
+    def _grow(self) -> None:
+        """Take new parameters of the optimizers, once some rank has said that it has some."""
+        changed = self._parameters() != self._known
+        if self._merged is not None and self._group is not None:
+            self._merged.wait()
+            self._merged.check()
+            changed = bool(self._merged.raised.any())
+        if not changed or (self._merged is None and self._group is not None):
+            return
+        self.flush()
+        params: dict[str, Tensor] = {}
+
+        def mine() -> Any:
+            params.update(describe.parameters(self._model, self._optimizers))
+            return describe.describe(self._model, self._optimizers, params)
+
+        try:
+            plan = make_plan(agree(mine, self._group))
+        except ValueError:  # on all ranks; training must not end for it
+            logger.exception("the optimizers' parameters changed to what cannot be measured; the others still are")
+            self._known = self._parameters()
+            return
+        known = state.gather(self._collector, self._finisher, self._plan, self._group)
+        self._plan = plan
+        self._attach(params)
+        state.restore(known, self._collector, self._finisher, self._plan)
+        self._merged = None
+        if self._writer is not None:
+            info = self._run_info()
+            self._writer.put(lambda: info)
 
     # ------------------------------------------------------------------ the user's side
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps taken."""
+        """Number of training steps taken."""
         return self._step
 
     def log(self, /, **scalars: Number) -> None:
@@ -226,39 +325,81 @@ class Tracker:
 
         Raises:
             TypeError: For a value that is not a single real number.
+            ValueError: For a name that the tracker writes itself.
             RuntimeError: After ``close``.
         """
-        if self._closed:
-            raise RuntimeError("the tracker is closed; log inside its with block")
+        self._require_open("log")
+        for name in scalars:
+            if name in OWN or "/total" in name:
+                raise ValueError(f"{name!r} is of the tracker's own ({', '.join(OWN)}, .../total); rename yours")
         self._scalars.add(self._step, scalars)
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"the tracker is closed; {what} inside its with block")
 
     def flush(self) -> None:
         """Return once every row so far is with the sinks. Needs no other rank."""
         if self._writer is not None:
             self._writer.flush()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What ``Tracker(resume=...)`` needs to go on without a gap; the same on all ranks, for any later sharding.
+
+        Every rank calls it (it is one small collective or three). Scalars logged so far are sent first, and all rows
+        are with the sinks when it returns: a checkpoint never knows more than the files.
+        """
+        self._require_open("call state_dict")
+        self._send_scalars()
+        self.flush()
+        found = state.gather(self._collector, self._finisher, self._plan, self._group)
+        return {**found, "step": self._step, "flushes": self._flushes, "flushed": self._flushed}
+
+    def verify(self, *, params: int = 8) -> Verification:
+        """Compare reduced numbers of the weights, gradients and momenta as they are now with a gathered reference.
+
+        Every rank calls it. A sample of ``params`` parameters, spread over the model, is gathered in float64, one at a
+        time; that each element was counted once is checked of all parameters.
+
+        Returns:
+            The largest relative error, where it is, and what was counted.
+        """
+        self._require_open("call verify")
+        if self._flush is None:  # between two optimizers of a step it is measured with what there was
+            self._grow()
+        momenta = {p: o.state.get(p, {}) for o in self._optimizers for p in self._own[id(o)]}
+        with self._undisturbed():
+            return verify(
+                self._collector,
+                self._plan,
+                lambda p: describe.find_momentum(momenta.get(p, {}), p),
+                self._group,
+                params=params,
+                step=self._step,
+            )
+
     def detach(self) -> None:
-        """Remove the hooks; the optimizer is then as it was before. May be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Remove the hooks; the optimizers are then as they were before. May be called twice."""
+        self._rounds.detach()
 
     def close(self) -> None:
         """Send the last scalars, write what is queued, close sinks, detach. Every rank calls it; twice is harmless."""
         if self._closed:
             return
         try:
-            self._send_last_scalars()
-            drop_group(self._group)
+            self._rounds.finish()
+            self._send_scalars()
+            drop_group(self._group, self._given)
         finally:  # also when another rank is gone
             self._finish()
 
-    def _send_last_scalars(self) -> None:
+    def _send_scalars(self) -> None:
         window = self._scalars.open(self._step + 1, agreed=True)
         if window.names:
             buffers = Buffers(Schema.of(()), self._collector.device, extra=window.size)
             self._scalars.fill(buffers.tail, window)
             buffers.reduce(self._group)
+            self._scalars.close(None)
             host = buffers.to_host()
             if self._writer is not None:
                 step = self._step
@@ -268,6 +409,8 @@ class Tracker:
         self._closed = True
         self.detach()
         if self._writer is not None:
+            step, tally = self._step, self._finisher.tally
+            self._writer.put(lambda: Batch(step=step, slices=tally.slices()))
             self._writer.close()
 
     def __enter__(self) -> Self:
@@ -280,65 +423,51 @@ class Tracker:
         if kind is None:
             self.close()
         elif not self._closed:
+            if self._group is None:
+                self._send_scalars()
             self._finish()
 
 
-def make_batch(step: int, plan: Sequence[Planned], choice: Choice, host: HostBuffers, window: Window) -> Batch:
-    """Finishing formulas: merged partial results to rows. Runs on the worker of rank 0."""
-    host.wait()
-    layers, selection = [], []
-    for number, planned in enumerate(plan):
-
-        def get(quantity: str, partial: str, number: int = number) -> Tensor:
-            return host.get((number, quantity, partial))
-
-        name = planned.spec.info.name
-        values = finish(choice, Measured(shape=planned.shape, get=get))
-        if values:
-            layers.append(Row(step=step, param=name, values=values))
-        if planned.spec.select_dim is not None:
-            shape = selection_shape(planned.shape, planned.spec.select_dim, planned.spec.heads)
-            if values := finish_selection(Measured(shape=shape, get=get)):
-                selection.append(Row(step=step, param=name, values=values))
-    return Batch(step=step, layers=tuple(layers), selection=tuple(selection), scalars=window.read(host.tail))
-
-
-def _read(host: HostBuffers, window: Window) -> tuple[Any, ...]:
+def _read(host: HostBuffers, window: Window) -> tuple[Scalar, ...]:
     host.wait()
     return window.read(host.tail)
 
 
-def _check_arguments(optimizer: object, schedule: object, sinks: object, run: object, start_step: object) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"the tracker attaches to a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the optimizer "
-            "inside a wrapper (accelerate: optimizer.optimizer)"
-        )
-    if not callable(schedule):
-        raise TypeError(
-            f"schedule must be a function from a step to True or False, such as every(10); got {schedule!r}"
-        )
-    if not isinstance(sinks, Sequence):
-        raise TypeError(f"sinks must be a list, got {sinks!r}; write sinks=[...]")
-    if not isinstance(run, Mapping | None):
-        raise TypeError(f"run must be a dict of attributes such as {{'seed': 0}}, got {run!r}")
-    for sink in sinks:
-        missing = [m for m in ("open", "write", "close") if not callable(getattr(sink, m, None))]
-        if missing:
-            raise TypeError(f"a sink needs open(run), write(batch) and close(); {sink!r} has no {missing[0]}")
-    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
-        raise ValueError(f"start_step must be a whole number >= 0, got {start_step!r}")
+def _cost(stats: FlushStats, steps: int, seconds: float | None) -> list[Scalar]:
+    """What the flush cost, and how fast the steps since the one before were."""
+    found = {
+        "telemetry_ms": stats.milliseconds,
+        "telemetry_bytes": float(stats.bytes),
+        "telemetry_collectives": float(stats.collectives),
+    }
+    if steps and seconds:
+        found["steps_per_second"] = steps / seconds
+    return [Scalar(step=stats.step, name=name, value=value) for name, value in found.items()]
 
 
-def _with_replicas(planned: Planned) -> ParamInfo:
-    return dataclasses.replace(planned.spec.info, layout=planned.layout)
+class _Clock:
+    """Time spent inside, and time between flushes."""
 
+    def __init__(self) -> None:
+        self._spent = 0.0
+        self._depth = 0
+        self._entered = 0.0
+        self._lap: float | None = None
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("scion-telemetry", "torch", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a source tree
-            found[package] = "unknown"
-    return found
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._entered = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._spent += time.perf_counter() - self._entered
+
+    def lap(self) -> tuple[float, float | None]:
+        """Seconds inside since the lap before, and seconds altogether (None at the first)."""
+        now = time.perf_counter()
+        spent, self._spent, self._entered = self._spent + now - self._entered, 0.0, now
+        between = None if self._lap is None else now - self._lap
+        self._lap = now
+        return spent, between

@@ -11,11 +11,11 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from scion_telemetry.rows import Batch, Sink
+from scion_telemetry.rows import Batch, RunInfo, Sink
 
 logger = logging.getLogger(__name__)
 
-Make = Callable[[], Batch]
+Make = Callable[[], Batch | RunInfo]
 _QUEUE_SIZE = 16
 
 
@@ -35,12 +35,12 @@ class Writer:
         atexit.register(self.flush)  # a tracker that nobody closed: what is queued is not lost
 
     def put(self, make: Make) -> None:
-        """Queue a batch; ``make`` is called on the worker. Waits while the queue is full."""
+        """Queue a batch, or a run whose parameters grew; ``make`` is called on the worker. Waits while it is full."""
         self._queue.put(make)
 
     def flush(self) -> None:
         """Return once everything queued so far is with the sinks. In a forked child nothing happens."""
-        if self._thread.is_alive():
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:  # a sink that asks for it
             self._queue.join()
 
     def close(self) -> None:
@@ -56,18 +56,22 @@ class Writer:
         while (make := self._queue.get()) is not None:
             try:
                 self._write(make())
-            except Exception:  # the worker must live, or the next put would wait for ever
+            except BaseException:  # also SystemExit: the worker must live, or the next put would wait for ever
                 logger.exception("a batch of telemetry could not be finished and is left out")
             finally:
                 self._queue.task_done()
         self._queue.task_done()
 
-    def _write(self, batch: Batch) -> None:
+    def _write(self, batch: Batch | RunInfo) -> None:
+        if isinstance(batch, RunInfo):
+            for sink in self._sinks:
+                _extend(sink, batch)
+            return
         for sink in self._sinks:
             name = type(sink).__name__
             try:
                 sink.write(batch)
-            except Exception:  # isolated: reported once, then tried again with every batch
+            except BaseException:  # isolated: reported once, then tried again with every batch
                 if id(sink) not in self._failing:
                     logger.exception("%s failed at step %d; training goes on", name, batch.step)
                 self._failing[id(sink)] = self._failing.get(id(sink), 0) + 1
@@ -90,6 +94,13 @@ def open_sinks(sinks: Sequence[Sink], start: Callable[[Sink], None]) -> None:
                 _close(other, discard=True)
             raise
         opened.append(sink)
+
+
+def _extend(sink: Sink, run: RunInfo) -> None:
+    try:
+        getattr(sink, "extend", lambda run: None)(run)
+    except Exception:  # isolated, as in writing
+        logger.exception("%s did not take new parameters", type(sink).__name__)
 
 
 def _close(sink: Sink, *, discard: bool = False) -> None:

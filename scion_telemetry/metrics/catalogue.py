@@ -1,195 +1,163 @@
-"""Every metric, declared once: quantity, partial results, how they merge, finishing formula, unit, source.
+"""Every metric of a weight, gradient, momentum or update, declared once: partial results, formula, unit, source."""
 
-A partial result is a vector of numbers of a local piece, added (SUM) or compared (MAX) over ranks at its place in the
-whole. A metric is a pure function of merged partial results, on the host. No metric gathers a matrix.
-"""
+import numpy as np
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-
-from torch import Tensor
-
-from scion_telemetry.metrics import selection
-from scion_telemetry.metrics.pieces import MatrixShape
+from scion_telemetry.metrics import relations as r
+from scion_telemetry.metrics.declare import Array, HistogramMetric, Measured, Metric, Partial
+from scion_telemetry.metrics.declare import Merge as M
 from scion_telemetry.rows import column
 
-QUANTITIES = ("weight", "grad", "momentum", "update")
-
-
-class Merge(StrEnum):
-    """How partial results of several ranks become one."""
-
-    SUM = "sum"
-    MAX = "max"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Partial:
-    """A kind of partial result.
-
-    Args:
-        name: Its name.
-        merge: How ranks' results merge.
-        size: Numbers it takes for a parameter of a shape; for a selection, of a vector of n scores.
-    """
-
-    name: str
-    merge: Merge
-    size: Callable[[MatrixShape], int]
-
-
-def _one(shape: MatrixShape) -> int:
-    return 1
-
-
-PARTIALS: Mapping[str, Partial] = {
+PARTIALS = {
     p.name: p
     for p in (
-        Partial(name="pieces", merge=Merge.SUM, size=_one),  # pieces that were measured; 0: nobody had the quantity
-        Partial(name="row_squares", merge=Merge.SUM, size=lambda s: s.batch * s.rows),
-        Partial(name="column_squares", merge=Merge.SUM, size=lambda s: s.batch * s.columns),
-        Partial(name="nonfinite", merge=Merge.SUM, size=_one),
-        Partial(name="largest", merge=Merge.MAX, size=_one),
-        Partial(name="sigma", merge=Merge.SUM, size=lambda s: s.batch),  # each matrix measured by `sigma_ranks` ranks
-        Partial(name="sigma_upper", merge=Merge.SUM, size=lambda s: s.batch),
-        Partial(name="sigma_ranks", merge=Merge.SUM, size=lambda s: s.batch),
+        Partial(name="pieces"),  # pieces that were measured; 0: nobody had the quantity
+        Partial(name="elements"),
+        Partial(name="squares"),
+        Partial(name="row_squares", size=lambda s: s.batch * s.rows),
+        Partial(name="column_squares", size=lambda s: s.batch * s.columns),
+        Partial(name="nonfinite"),
+        Partial(name="largest", merge=M.MAX),
+        Partial(name="magnitudes"),
+        Partial(name="zeros"),
+        Partial(name="sigma", size=lambda s: s.batch),  # each matrix measured by `sigma_ranks` ranks
+        Partial(name="sigma_upper", size=lambda s: s.batch),
+        Partial(name="sigma_second", size=lambda s: s.batch),
+        Partial(name="sigma_ranks", size=lambda s: s.batch),
+        Partial(name="coherence", size=lambda s: s.batch),
+        Partial(name="polar", merge=M.MAX),
+        Partial(name="gram_rank", merge=M.MAX),
+        Partial(name="gram_lower", merge=M.MAX),
+        Partial(name="gram_upper", merge=M.MAX),
+        Partial(name="with_weight"),
+        Partial(name="with_grad"),
+        Partial(name="with_previous"),
+        Partial(name="previous_squares"),
+        Partial(name="lr", merge=M.MAX),
+        Partial(name="decay", merge=M.MAX),
+        Partial(name="radius", merge=M.MAX),
     )
 }
-"""Partial results of the quantities of a parameter."""
+"""Partial results of the quantities of a parameter. -inf, the neutral element of MAX, says that nobody had it."""
 
-SELECTION_PARTIALS: Mapping[str, Partial] = {
-    p.name: p
-    for p in (
-        Partial(name="scores", merge=Merge.SUM, size=lambda s: s.batch * s.rows),
-        Partial(name="selected", merge=Merge.SUM, size=_one),
-        Partial(name="selected_before", merge=Merge.SUM, size=_one),
-        Partial(name="selected_both", merge=Merge.SUM, size=_one),
-        Partial(name="ages", merge=Merge.SUM, size=lambda s: selection.AGE_BINS),
-        Partial(name="oldest", merge=Merge.MAX, size=_one),
-    )
-}
-"""Partial results of a selection; the "rows" of the shape are what is selected from."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """Merged partial results of one parameter, as finishing formulas read them (float64, on the host).
-
-    Args:
-        shape: The parameter.
-        get: ``get(quantity, partial)``; an empty tensor where it was not chosen.
-    """
-
-    shape: MatrixShape
-    get: Callable[[str, str], Tensor]
-
-    def one(self, quantity: str, partial: str) -> float:
-        """A partial result of one number."""
-        return float(self.get(quantity, partial)[0])
-
-    def frobenius(self, quantity: str) -> float:
-        """√Σ x²."""
-        return math.sqrt(float(self.get(quantity, "row_squares").sum()))
-
-    def longest(self, quantity: str, side: str) -> float:
-        """Largest L2 norm of the rows or columns of the map ``[d_out, d_in]``."""
-        stored = (
-            {"row_squares": "column_squares", "column_squares": "row_squares"}[side] if self.shape.transposed else side
-        )
-        return math.sqrt(float(self.get(quantity, "row_squares" if self.shape.vector else stored).max()))
-
-    def sigma(self, quantity: str, partial: str = "sigma") -> float:
-        """σ₁ or its upper bound, the largest of stacked matrices; max |entry| of a vector, which is a diagonal."""
-        if self.shape.vector:
-            return self.longest(quantity, "row_squares")
-        ranks = self.get(quantity, "sigma_ranks")
-        return float((self.get(quantity, partial) / ranks).max()) if bool((ranks > 0).all()) else math.nan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metric:
-    """One column a quantity.
-
-    Args:
-        name: ``rms``; the column is ``weight_rms``.
-        quantities: Those it exists for.
-        needs: Partial results of its own quantity.
-        also: Partial results of other quantities, as (quantity, partial).
-        finish: From merged partial results and the quantity to the number.
-        unit: Unit, "1" for a ratio.
-        formula: For people.
-        source: Where the definition comes from.
-    """
-
-    name: str
-    quantities: tuple[str, ...] = QUANTITIES
-    needs: tuple[str, ...]
-    also: tuple[tuple[str, str], ...] = ()
-    finish: Callable[[Measured, str], float]
-    unit: str
-    formula: str
-    source: str
-
-
-_SIGMA = ("sigma", "sigma_upper", "sigma_ranks")
+SIGMA = ("sigma", "sigma_upper", "sigma_second", "sigma_ranks")
 _SCION = "Large et al. arXiv 2405.14813; Pethick et al. arXiv 2502.07529"
+_GRAM = "first Newton-Schulz iteration; Schatten norms bracket σ₁"
+
+
+def _known(partial: str) -> "r.Where":
+    return lambda m, q: m.merged(q, partial) > -np.inf
+
+
+def _largest(m: Measured, q: str) -> Array:
+    # MAX may lose a NaN on its way; the sum of squares keeps it.
+    return np.where(np.isnan(m.frobenius(q)), np.nan, m.merged(q, "largest"))
+
 
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="rms",
-        needs=("row_squares",),
-        finish=lambda m, q: m.frobenius(q) / math.sqrt(m.shape.numel),
+        needs=("squares",),
+        finish=lambda m, q: m.frobenius(q) / np.sqrt(m.shapes.numel),
+        total=lambda m, q, mask: r.total_frobenius(m, q, mask) / float(np.sqrt(m.shapes.numel[mask].sum())),
         unit="entry",
         formula="‖X‖_F / √numel",
         source="definition",
     ),
     Metric(
         name="frobenius",
-        needs=("row_squares",),
+        needs=("squares",),
         finish=lambda m, q: m.frobenius(q),
+        total=r.total_frobenius,
         unit="entry",
         formula="√Σ x²",
         source="definition",
     ),
     Metric(
         name="max_abs",
-        needs=("largest", "row_squares"),
-        # MAX may lose a NaN on its way; the sum of squares keeps it.
-        finish=lambda m, q: math.nan if math.isnan(m.frobenius(q)) else m.one(q, "largest"),
+        needs=("largest", "squares"),
+        finish=_largest,
+        total=lambda m, q, mask: float(_largest(m, q)[mask].max()),
         unit="entry",
         formula="max |x|",
         source="definition",
     ),
     Metric(
+        name="mean_abs",
+        needs=("magnitudes",),
+        finish=lambda m, q: m.merged(q, "magnitudes") / m.shapes.numel,
+        total=lambda m, q, mask: float(m.merged(q, "magnitudes")[mask].sum() / m.shapes.numel[mask].sum()),
+        unit="entry",
+        formula="Σ |x| / numel",
+        source="definition",
+    ),
+    Metric(
         name="nonfinite",
         needs=("nonfinite",),
-        finish=lambda m, q: m.one(q, "nonfinite"),
+        finish=lambda m, q: m.merged(q, "nonfinite"),
+        total=lambda m, q, mask: float(m.merged(q, "nonfinite")[mask].sum()),
         unit="entries",
         formula="number of NaN and infinite entries",
         source="definition",
     ),
     Metric(
+        name="zero_share",
+        needs=("zeros",),
+        finish=lambda m, q: m.merged(q, "zeros") / m.shapes.numel,
+        total=lambda m, q, mask: float(m.merged(q, "zeros")[mask].sum() / m.shapes.numel[mask].sum()),
+        unit="1",
+        formula="share of entries that are exactly 0",
+        source="definition",
+    ),
+    Metric(
+        name="missing",
+        quantities=("grad",),
+        needs=(),
+        finish=lambda m, q: m.shapes.measurers - m.pieces(q),
+        unit="pieces",
+        formula="pieces of the parameter, of those that are measured, without a gradient",
+        source="definition",
+    ),
+    Metric(
         name="spectral",
-        needs=("row_squares", *_SIGMA),
+        needs=("row_squares", *SIGMA),
         finish=lambda m, q: m.sigma(q),
+        present=lambda m, q: m.has_sigma(q),
         unit="gain",
         formula="σ₁, from below",
-        source="Golub and Kahan 1965; Lanczos with full reorthogonalisation",
+        source="Golub and Kahan 1965; block Lanczos with full reorthogonalisation",
     ),
     Metric(
         name="spectral_upper",
-        needs=("row_squares", *_SIGMA),
+        needs=("row_squares", *SIGMA),
         finish=lambda m, q: m.sigma(q, "sigma_upper"),
+        present=lambda m, q: m.has_sigma(q),
         unit="gain",
         formula="√(‖X‖_F² - Σ_{j≥2} θ_j) >= σ₁",
         source="Cauchy interlacing",
     ),
     Metric(
+        name="sigma_ratio",
+        needs=("row_squares", *SIGMA),
+        finish=lambda m, q: r.ratio(m.sigma(q, "sigma_second"), m.sigma(q)),
+        present=lambda m, q: m.has_sigma(q) & r.is_single(m, q),
+        unit="1",
+        formula="σ₂ / σ₁, both from below",
+        source="definition",
+    ),
+    Metric(
+        name="stable_rank",
+        needs=("squares", "row_squares", *SIGMA),
+        finish=lambda m, q: r.ratio(m.merged(q, "squares"), m.sigma(q) ** 2),
+        present=lambda m, q: m.has_sigma(q) & r.is_single(m, q),
+        unit="1",
+        formula="‖X‖_F² / σ₁²",
+        source="Rudelson and Vershynin 2007",
+    ),
+    Metric(
         name="rms_to_rms",
-        needs=("row_squares", *_SIGMA),
-        finish=lambda m, q: m.sigma(q) * math.sqrt(m.shape.d_in / m.shape.d_out if not m.shape.vector else 1.0),
+        needs=("row_squares", *SIGMA),
+        finish=r.rms_to_rms,
+        present=lambda m, q: m.has_sigma(q),
         unit="gain",
         formula="σ₁ √(d_in / d_out)",
         source=_SCION,
@@ -197,9 +165,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="l1_to_rms",
         needs=("row_squares", "column_squares"),
-        finish=lambda m, q: (
-            m.longest(q, "column_squares") / math.sqrt(m.shape.rows if m.shape.vector else m.shape.d_out)
-        ),
+        finish=r.l1_to_rms,
         unit="gain",
         formula="max column L2 norm / √d_out",
         source=_SCION,
@@ -207,189 +173,225 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="rms_to_inf",
         needs=("row_squares", "column_squares"),
-        finish=lambda m, q: m.longest(q, "row_squares") * math.sqrt(m.shape.d_in),
+        finish=r.rms_to_inf,
         unit="gain",
         formula="√d_in · max row L2 norm",
         source=_SCION,
     ),
     Metric(
+        name="row_rms_max",
+        needs=("row_squares",),
+        present=r.is_matrix,
+        finish=lambda m, q: np.sqrt(m.merged(q, "row_squares", np.maximum) / m.shapes.columns),
+        unit="entry",
+        formula="largest RMS of a row as stored",
+        source="Muown arXiv 2605.10797; Aurora arXiv 2606.27715",
+    ),
+    Metric(
+        name="row_rms_min",
+        needs=("row_squares",),
+        present=r.is_matrix,
+        finish=lambda m, q: np.sqrt(m.merged(q, "row_squares", np.minimum) / m.shapes.columns),
+        unit="entry",
+        formula="smallest RMS of a row as stored",
+        source="Muown arXiv 2605.10797; Aurora arXiv 2606.27715",
+    ),
+    Metric(
+        name="row_rms_median",
+        needs=("row_squares",),
+        present=r.is_matrix,
+        finish=lambda m, q: r.row_median(m, q) / np.sqrt(m.shapes.columns),
+        unit="entry",
+        formula="median RMS of the rows as stored",
+        source="Muown arXiv 2605.10797; Aurora arXiv 2606.27715",
+    ),
+    Metric(
+        name="dead_rows",
+        needs=("row_squares",),
+        present=r.is_matrix,
+        finish=r.dead_rows,
+        unit="1",
+        formula="share of rows whose L2 norm is at most 1 % of the median row's",
+        source="Aurora arXiv 2606.27715",
+    ),
+    Metric(
+        name="row_magnitude",
+        needs=("row_squares",),
+        present=r.is_matrix,
+        finish=lambda m, q: np.sqrt(m.merged(q, "row_squares", np.maximum)),
+        unit="entry",
+        formula="largest L2 norm of a row as stored; σ₁ <= row magnitude · coherence",
+        source="Muown arXiv 2605.10797",
+    ),
+    Metric(
+        name="coherence",
+        quantities=("weight",),
+        needs=("row_squares", "coherence"),
+        finish=lambda m, q: m.merged(q, "coherence", np.maximum),
+        present=lambda m, q: r.is_matrix(m, q) & (m.merged(q, "coherence", np.minimum) != 0),
+        unit="1",
+        formula="σ₁ of the matrix with rows of length 1, from below",
+        source="Muown arXiv 2605.10797",
+    ),
+    Metric(
+        name="decay",
+        quantities=("weight",),
+        needs=("decay",),
+        finish=lambda m, q: m.merged(q, "decay"),
+        present=_known("decay"),
+        unit="1/step/lr",
+        formula="decoupled weight decay λ in effect: W <- (1 - lr λ) W",
+        source="the optimizer's group at the step",
+    ),
+    Metric(
+        name="radius_share",
+        quantities=("weight",),
+        needs=("radius", "squares", "row_squares", "column_squares", "largest", *SIGMA),
+        finish=lambda m, q: r.natural_norm(m, q) / m.merged(q, "radius"),
+        present=lambda m, q: _known("radius")(m, q) & np.isfinite(r.natural_norm(m, q)),
+        unit="1",
+        formula="weight norm in the norm of its rule / radius (scale / λ; scale for constrained Scion)",
+        source="Pethick et al. arXiv 2502.07529; arXiv 2506.15054",
+    ),
+    Metric(
+        name="participation_rank",
+        quantities=("momentum",),
+        needs=("gram_rank",),
+        finish=lambda m, q: m.merged(q, "gram_rank"),
+        present=_known("gram_rank"),
+        unit="1",
+        formula="(Σσ²)² / Σσ⁴ of the momentum that is orthonormalised (Dion2: its selected part)",
+        source=_GRAM,
+    ),
+    Metric(
+        name="gram_lower",
+        quantities=("momentum",),
+        needs=("gram_lower",),
+        finish=lambda m, q: m.merged(q, "gram_lower"),
+        present=_known("gram_lower"),
+        unit="gain",
+        formula="‖M‖_F √(tr A⁴ / tr A³) <= σ₁ of the same, A = MMᵀ / ‖M‖_F²",
+        source=_GRAM,
+    ),
+    Metric(
+        name="gram_upper",
+        quantities=("momentum",),
+        needs=("gram_upper",),
+        finish=lambda m, q: m.merged(q, "gram_upper"),
+        present=_known("gram_upper"),
+        unit="gain",
+        formula="‖M‖_F (tr A⁴)^⅛ >= σ₁ of the same",
+        source=_GRAM,
+    ),
+    Metric(
+        name="grad_cosine",
+        quantities=("momentum",),
+        needs=("squares", "with_grad"),
+        also=(("grad", "squares"),),
+        finish=lambda m, q: r.cosine(m, q, "with_grad", m.frobenius("grad")),
+        unit="1",
+        formula="<momentum, grad> / (‖momentum‖_F ‖grad‖_F)",
+        source="definition",
+    ),
+    Metric(
+        name="lr",
+        quantities=("update",),
+        needs=("lr",),
+        finish=lambda m, q: m.merged(q, "lr"),
+        present=_known("lr"),
+        unit="1",
+        formula="learning rate in effect",
+        source="the optimizer's group at the step",
+    ),
+    Metric(
         name="weight_ratio",
         quantities=("update",),
-        needs=("row_squares",),
-        also=(("weight", "row_squares"),),
-        finish=lambda m, q: _ratio(m.frobenius(q), m.frobenius("weight")),
+        needs=("squares",),
+        also=(("weight", "squares"),),
+        finish=lambda m, q: r.ratio(m.frobenius(q), m.frobenius("weight")),
+        total=lambda m, q, mask: float(
+            r.ratio(np.array(r.total_frobenius(m, q, mask)), np.array(r.total_frobenius(m, "weight", mask)))
+        ),
         unit="1",
         formula="‖update‖_F / ‖weight‖_F",
         source="modded-nanogpt; Kosson et al. arXiv 2305.17212",
     ),
+    Metric(
+        name="row_weight_ratio",
+        quantities=("update",),
+        needs=("row_squares",),
+        also=(("weight", "row_squares"),),
+        finish=r.worst_row_ratio,
+        present=r.is_matrix,
+        unit="1",
+        formula="largest ‖row of update‖ / ‖row of weight‖, over rows as stored",
+        source="modded-nanogpt",
+    ),
+    Metric(
+        name="weight_cosine",
+        quantities=("update",),
+        needs=("squares", "with_weight"),
+        also=(("weight", "squares"),),
+        finish=lambda m, q: r.cosine(m, q, "with_weight", m.frobenius("weight")),
+        unit="1",
+        formula="<update, weight> / (‖update‖_F ‖weight‖_F), the weight after the step: the radial part",
+        source="Kosson et al. arXiv 2305.17212; modded-nanogpt",
+    ),
+    Metric(
+        name="previous_cosine",
+        quantities=("update",),
+        needs=("squares", "with_previous", "previous_squares"),
+        finish=lambda m, q: r.cosine(m, q, "with_previous", np.sqrt(m.merged(q, "previous_squares"))),
+        present=lambda m, q: m.merged(q, "previous_squares") > 0,
+        unit="1",
+        formula="<update, update of the step before> / (their Frobenius norms)",
+        source="definition",
+    ),
+    Metric(
+        name="polar_error",
+        quantities=("update",),
+        needs=("polar",),
+        finish=lambda m, q: m.merged(q, "polar"),
+        present=_known("polar"),
+        unit="1",
+        formula="‖UUᵀ - I‖_F / √k of the orthonormalised k rows or columns, U = direction √(d_in / d_out)",
+        source="Moonlight arXiv 2502.16982",
+    ),
 )
 """In the order of the columns of one quantity."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SelectionMetric:
-    """One column of ``selection``; ``finish`` reads merged partial results by name."""
-
-    name: str
-    finish: Callable[[Measured], float]
-    unit: str
-    formula: str
-
-
-def _scores(m: Measured) -> Tensor:
-    return m.get("selection", "scores").view(m.shape.batch, -1)
-
-
-def _selected(m: Measured) -> float:
-    return m.one("selection", "selected")
-
-
-SELECTION_METRICS: tuple[SelectionMetric, ...] = (
-    SelectionMetric(
-        name="k", finish=_selected, unit="slices", formula="rows or columns selected, of all stacked matrices"
-    ),
-    SelectionMetric(
-        name="fraction",
-        finish=lambda m: _selected(m) / (m.shape.batch * m.shape.rows),
-        unit="1",
-        formula="k / n, as realised after rounding on every shard",
-    ),
-    SelectionMetric(
-        name="captured_mass",
-        finish=lambda m: selection.captured_mass(_scores(m)),
-        unit="1",
-        formula="share of the momentum's L1 mass in the selected slices",
-    ),
-    SelectionMetric(
-        name="gini", finish=lambda m: selection.gini(_scores(m)), unit="1", formula="Σ (2i - n - 1) r_(i) / (n Σ r)"
-    ),
-    SelectionMetric(
-        name="participation_ratio",
-        finish=lambda m: selection.participation_ratio(_scores(m)),
-        unit="1",
-        formula="(Σ r)² / (n Σ r²)",
-    ),
-    SelectionMetric(
-        name="threshold",
-        finish=lambda m: selection.threshold(_scores(m), _selected(m)),
-        unit="L1 norm",
-        formula="smallest selected score",
-    ),
-    SelectionMetric(
-        name="churn",
-        finish=lambda m: selection.churn(
-            m.one("selection", "selected_both"), _selected(m), m.one("selection", "selected_before")
-        ),
-        unit="1",
-        formula="1 - |K_t ∩ K_{t-1}| / |K_t ∪ K_{t-1}|",
-    ),
-    SelectionMetric(
-        name="age_p50",
-        finish=lambda m: selection.age_quantile(m.get("selection", "ages"), 0.5),
-        unit="steps",
-        formula="median of the steps since a slice was last selected",
-    ),
-    SelectionMetric(
-        name="age_p99",
-        finish=lambda m: selection.age_quantile(m.get("selection", "ages"), 0.99),
-        unit="steps",
-        formula="99th percentile of it",
-    ),
-    SelectionMetric(
-        name="age_max", finish=lambda m: m.one("selection", "oldest"), unit="steps", formula="largest of it"
+HISTOGRAMS: tuple[HistogramMetric, ...] = (
+    HistogramMetric(
+        name="row_norms",
+        needs=("row_squares",),
+        values=lambda m, q: [
+            np.zeros(0) if v else np.sqrt(x) for v, x in zip(m.shapes.vector, m.parts(q, "row_squares"), strict=True)
+        ],
+        unit="entry",
+        formula="L2 norms of the rows as stored, four bins an octave that carry counts and mass",
+        source="mergeable by sum; Lorenz curves from it are within 0.005",
     ),
 )
 
-_BASIC = ("rms", "max_abs", "nonfinite")
+_COUNTED = ("rms", "max_abs", "nonfinite")
 _OPERATOR = ("spectral", "spectral_upper", "rms_to_rms", "l1_to_rms", "rms_to_inf")
+_SETTINGS = ("update_lr", "weight_decay")
+_SPECTRA = ("spectral", "spectral_upper", "sigma_ratio", "stable_rank", "rms_to_rms")
+_ALL = ("weight", "grad", "momentum", "update")
 
-PRESETS: Mapping[str, tuple[str, ...]] = {
+PRESETS = {
     "basic": (
-        *(column(q, n) for q in ("weight", "update") for n in (*_BASIC, *_OPERATOR)),
-        *(column(q, n) for q in ("grad", "momentum") for n in _BASIC),
-        "update_weight_ratio",
+        *(column(q, n) for q in ("weight", "update") for n in (*_COUNTED, *_OPERATOR)),
+        *(column(q, n) for q in ("grad", "momentum") for n in _COUNTED),
+        *("update_weight_ratio", "weight_radius_share", *_SETTINGS),
     ),
-    "norms": (*(column(q, n) for q in QUANTITIES for n in _BASIC), "update_weight_ratio"),
-    "full": tuple(column(q, m.name) for q in QUANTITIES for m in METRICS if q in m.quantities),
+    "norms": (*(column(q, n) for q in _ALL for n in _COUNTED), "update_weight_ratio", *_SETTINGS),
+    "spectral": (
+        *(column(q, n) for q in _ALL for n in _SPECTRA),
+        *("weight_row_magnitude", "weight_coherence", "weight_radius_share", "update_polar_error"),
+        *(column("momentum", n) for n in ("participation_rank", "gram_lower", "gram_upper")),
+    ),
+    "full": tuple(column(q, m.name) for q in _ALL for m in METRICS if q in m.quantities),
 }
 """Named choices of columns: ``norms`` needs no iteration; ``basic`` adds operator norms of weights and updates;
-``full`` has everything."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """The chosen columns, in the order of the catalogue, and the partial results that they need.
-
-    Args:
-        columns: (column, quantity, metric).
-        partials: By quantity, in the order of ``PARTIALS``.
-    """
-
-    columns: tuple[tuple[str, str, Metric], ...]
-    partials: Mapping[str, tuple[str, ...]]
-
-    def units(self) -> dict[str, str]:
-        """Unit of every column."""
-        return {name: metric.unit for name, _, metric in self.columns}
-
-
-def choose(metrics: str | Sequence[str] = "basic") -> Choice:
-    """The columns of a preset, or of a list of columns (``weight_rms``), metrics (``rms``) and presets.
-
-    Raises:
-        ValueError: For a name that is none of these; it lists the known ones.
-    """
-    known = {column(q, m.name): (q, m) for q in QUANTITIES for m in METRICS if q in m.quantities}
-    wanted: set[str] = set()
-    for name in [metrics] if isinstance(metrics, str) else metrics:
-        if name in PRESETS:
-            found = list(PRESETS[name])
-        elif name in known:
-            found = [name]
-        elif not (found := [c for c, (_, m) in known.items() if m.name == name]):
-            raise ValueError(
-                f"unknown metric {name!r}; known are the presets {', '.join(PRESETS)}, the metrics "
-                f"{', '.join(m.name for m in METRICS)} and the columns {', '.join(known)}"
-            )
-        wanted.update(found)
-    columns = tuple((c, q, m) for c, (q, m) in known.items() if c in wanted)
-    needed: dict[str, set[str]] = {}
-    for _, quantity, metric in columns:
-        needed.setdefault(quantity, {"pieces"}).update(metric.needs)
-        for other, partial in metric.also:
-            needed.setdefault(other, {"pieces"}).add(partial)
-    partials = {q: tuple(p for p in PARTIALS if p in needed[q]) for q in QUANTITIES if q in needed}
-    return Choice(columns=columns, partials=partials)
-
-
-def selection_shape(shape: MatrixShape, dim: int, heads: int = 1) -> MatrixShape:
-    """The scores of a selection as a shape: for every matrix or head m (``dim=-2``) or n (``dim=-1``) scores."""
-    rows = shape.rows // heads if dim == -2 else shape.columns
-    return MatrixShape(batch=shape.batch * heads, rows=rows, columns=1)
-
-
-def finish(choice: Choice, measured: Measured) -> dict[str, float]:
-    """All columns of a parameter; those of a quantity that nobody had are left out."""
-    values: dict[str, float] = {}
-    for name, quantity, metric in choice.columns:
-        present = all(measured.one(q, "pieces") > 0 for q in (quantity, *(o for o, _ in metric.also)))
-        if present and not (metric.needs[-1] == "sigma_ranks" and _unmeasured(measured, quantity)):
-            values[name] = metric.finish(measured, quantity)
-    return values
-
-
-def finish_selection(measured: Measured) -> dict[str, float]:
-    """All columns of a selection; none where nothing was selected."""
-    if _selected(measured) == 0:
-        return {}
-    first = measured.one("selection", "selected_before") == 0  # nothing to compare the selection with yet
-    return {m.name: m.finish(measured) for m in SELECTION_METRICS if not (first and m.name == "churn")}
-
-
-def _unmeasured(measured: Measured, quantity: str) -> bool:
-    ranks = measured.get(quantity, "sigma_ranks")
-    return not measured.shape.vector and (ranks.numel() == 0 or bool((ranks == 0).any()))
-
-
-def _ratio(over: float, under: float) -> float:
-    return over / under if under else math.nan if math.isnan(over) or over == 0 else math.inf
+``spectral`` is about singular values of all four; ``full`` has every column. Histograms are chosen by name."""

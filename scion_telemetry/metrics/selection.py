@@ -1,115 +1,278 @@
-"""What Dion2 selects, from the scores that it has computed anyway: partial results and finishing formulas.
+"""What Dion2 selects: finishing formulas, over many parameters of one shape at once.
 
-Scores r are the **L1** norms of the momentum's rows (or columns) before the selected ones decay. They travel as one
-float64 number a row: positive where the row is selected, negative where it is not, so one vector carries both.
+Dion2 takes the k rows (or columns) of the momentum with the largest **L1** norms; these are the scores r here, as they
+are before the selected rows decay. Null values say what the same number would be if nothing were to be seen: for flat
+rows (of independent Gaussian entries), or for rows that are selected at random.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import NormalDist
 
-import torch
-from torch import Tensor
+import numpy as np
 
-AGE_EXACT = 64
-"""Ages below are counted one by one; above, in eighths of an octave."""
-AGE_BINS = AGE_EXACT + 8 * 16
-"""Up to 64·2^16, four million steps."""
+from scion_telemetry.metrics.declare import Array
+
+FRACTIONS = (
+    *(1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 5 / 16),
+    *(3 / 8, 7 / 16, 1 / 2, 9 / 16, 5 / 8, 3 / 4, 7 / 8, 15 / 16),
+)
+"""Fractions at which curves are told."""
+WORLDS = (2, 4, 8, 16, 32, 64)
+"""Numbers of shards for which selection within each shard is tried."""
+TAIL_LEAST = 1024
+"""Scores that a tail index needs: of fewer its spread is as large as itself (lognormal rows, n = 64: 2.4 ± 1.1)."""
+ALWAYS = 0.99
+STARVED = 0.1
+"""A row is starved when it is selected less often than this share of the mean."""
 
 
-@dataclass(slots=True)
-class History:
-    """When each row that this rank holds was last selected. One int32 a row; no communication.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selected:
+    """The slices of G parameters of one shape: arrays ``[G, B, n]``, and ``[G]`` where nothing else is said.
 
     Args:
-        last: Step at which each row was last selected, ``[B, n]``; the step of attachment where it was not yet.
-        step: The latest step seen.
-        selected: How many were selected at that step; 0 before the first one seen.
+        scores: L1 norms, float64.
+        selected: Selected at this step.
+        before: Selected at the step before.
+        ages: Steps since last selected, 0: now; since the tracker attached where never.
+        counts: Times selected in the window.
+        window: Steps over which they were counted: since a flush told of them before.
+        length: Entries of a slice.
+        fraction: The option of the optimizer; NaN where it is not known.
+        ef_decay: What the selected part of the momentum is multiplied by; NaN where it is not known.
+        energy: ‖M‖_F² after the step; None where it was not measured.
+        kept: ‖M_selected‖_F² after the step.
+        travels: Whether selected slices travel between ranks.
+        gradient: L1 norms of the gradient's slices; None where they were not measured.
+        shards: Slices of every piece, of parameters that are cut along what is selected from; else empty.
     """
 
-    last: Tensor
-    step: int
-    selected: int = 0
+    scores: Array
+    selected: Array
+    before: Array
+    ages: Array
+    counts: Array
+    window: Array
+    length: int
+    fraction: Array
+    ef_decay: Array
+    energy: Array | None
+    kept: Array
+    travels: Array
+    gradient: Array | None = None
+    shards: tuple[Array, ...] = ()
+    known: dict[str, Array] = field(default_factory=dict)
 
-    @classmethod
-    def start(cls, scores: Tensor, step: int) -> "History":
-        """Nothing selected yet, as of ``step``."""
-        return cls(last=torch.full(scores.shape, step, dtype=torch.int32, device=scores.device), step=step)
+    def cached(self, name: str, make: Callable[[], Array]) -> Array:
+        """What several columns share is computed once."""
+        if name not in self.known:
+            self.known[name] = make()
+        return self.known[name]
 
-    def update(self, indices: Tensor, step: int) -> None:
-        """Note a selection: ``indices`` is ``[B, k]``."""
-        self.last.scatter_(-1, indices, step)
-        self.step, self.selected = step, indices.numel()
-
-    def repeated(self, indices: Tensor) -> Tensor:
-        """How many of ``indices`` were selected at the step before; to be asked before ``update``."""
-        if not self.selected:
-            return torch.zeros((), dtype=torch.float64, device=indices.device)
-        return (self.last.gather(-1, indices) == self.step).sum(dtype=torch.float64)
-
-    def ages(self) -> Tensor:
-        """Steps since each row was last selected."""
-        return self.step - self.last
-
-
-def signed_scores(scores: Tensor, indices: Tensor) -> Tensor:
-    """Scores in float64, positive where selected and negative where not."""
-    signed = -scores.double()
-    return signed.scatter_(-1, indices, scores.double().gather(-1, indices))
+    @property
+    def n(self) -> int:
+        """Slices of one matrix."""
+        return int(self.scores.shape[-1])
 
 
-def age_histogram(ages: Tensor) -> Tensor:
-    """Counts of ages in ``AGE_BINS`` bins, float64; mergeable by sum."""
-    clamped = ages.flatten().clamp(min=0).double()
-    octave = AGE_EXACT + 8 * torch.log2(clamped.clamp(min=AGE_EXACT) / AGE_EXACT)
-    bins = torch.where(clamped < AGE_EXACT, clamped, octave).long().clamp(max=AGE_BINS - 1)
-    counts = torch.zeros(AGE_BINS, dtype=torch.float64, device=ages.device)
-    return counts.index_add_(0, bins, torch.ones_like(clamped))
+# ---------------------------------------------------------------------- this step
 
 
-def age_quantile(counts: Tensor, q: float) -> float:
-    """The age below or at which a share ``q`` of the rows lies: exact below 64 steps, then at most 9 % low."""
-    total = float(counts.sum())
-    if total == 0:
-        return math.nan
-    reached = counts.cumsum(0) >= q * total * (1 - 1e-12)
-    bin_index = int(reached.to(torch.int8).argmax())
-    return float(bin_index) if bin_index < AGE_EXACT else AGE_EXACT * 2.0 ** ((bin_index - AGE_EXACT) / 8)
+def count(s: Selected) -> Array:
+    """k, of all stacked matrices."""
+    return np.asarray(s.selected.sum((-2, -1)), dtype=float)
 
 
-def captured_mass(signed: Tensor) -> float:
-    """Σ selected r / Σ r, the mean over stacked matrices; ``signed`` is ``[B, n]``. NaN where nothing has mass."""
-    return _mean(signed.clamp(min=0).sum(-1) / signed.abs().sum(-1))
+def realised(s: Selected) -> Array:
+    """k / n."""
+    return np.asarray(count(s) / (s.scores.shape[-2] * s.n))
 
 
-def gini(signed: Tensor) -> float:
+def captured_mass(s: Selected) -> Array:
+    """Σ selected r / Σ r, the mean over stacked matrices. NaN where nothing has mass."""
+    return np.asarray(_ratio((s.scores * s.selected).sum(-1), s.scores.sum(-1)).mean(-1))
+
+
+def threshold(s: Selected) -> Array:
+    """The smallest selected score; NaN where any score is."""
+    smallest = np.where(s.selected, s.scores, np.inf).min((-2, -1))
+    return np.where(np.isnan(s.scores).any((-2, -1)), np.nan, smallest)
+
+
+def ties(s: Selected) -> Array:
+    """Slices that were not selected although their score is as large as the smallest selected one."""
+    smallest = np.where(s.selected, s.scores, np.inf).min(-1, keepdims=True)
+    return np.asarray(((s.scores == smallest) & ~s.selected).sum((-2, -1)), dtype=float)
+
+
+# ---------------------------------------------------------------------- distributions
+
+
+def curve(values: Array, fractions: tuple[float, ...] = FRACTIONS) -> Array:
+    """Σ of the ⌈fraction·n⌉ largest over Σ, ``[G, len(fractions)]``: the Lorenz curve from its top.
+
+    The mean over stacked matrices. NaN where nothing has mass.
+    """
+    descending = -np.sort(-values, axis=-1)
+    sums = descending.cumsum(-1)
+    places = [min(values.shape[-1], max(1, math.ceil(round(f * values.shape[-1], 9)))) - 1 for f in fractions]
+    return np.asarray(_ratio(sums[..., places], sums[..., -1:]).mean(-2))
+
+
+def gini(values: Array) -> Array:
     """Σ (2i - n - 1) r_(i) / (n Σ r) over ascending r: 0 for equal rows, towards 1 for one row that holds all."""
-    r = signed.abs().sort(dim=-1).values
-    n = r.size(-1)
-    weights = 2 * torch.arange(1, n + 1, dtype=r.dtype) - n - 1
-    return _mean((r * weights).sum(-1) / (n * r.sum(-1)))
+    r = np.sort(values, axis=-1)
+    n = r.shape[-1]
+    weights: Array = 2 * np.arange(1, n + 1) - n - 1
+    return np.asarray(_ratio((r * weights).sum(-1), n * r.sum(-1)).mean(-1))
 
 
-def participation_ratio(signed: Tensor) -> float:
+def participation_ratio(values: Array) -> Array:
     """(Σ r)² / (n Σ r²), in (0, 1]: the share of rows that carry the mass; 1 for equal rows."""
-    r = signed.abs()
-    return _mean(r.sum(-1).square() / (r.size(-1) * r.square().sum(-1)))
+    return np.asarray(_ratio(values.sum(-1) ** 2, values.shape[-1] * (values**2).sum(-1)).mean(-1))
 
 
-def threshold(signed: Tensor, selected: float) -> float:
-    """The smallest selected score; 0 where a selected row has no mass, NaN where any score is."""
-    if bool(signed.isnan().any()):
-        return math.nan
-    positive = signed > 0
-    if float(positive.sum()) < selected:
-        return 0.0
-    return float(torch.where(positive, signed, torch.inf).min())
+def hill(values: Array) -> Array:
+    """Tail index of the largest tenth: 1 / mean ln(r_(i) / r_(k+1)); small is heavy, 80 and more is no tail."""
+    k = max(1, values.shape[-1] // 10)
+    top = -np.sort(-values, axis=-1)[..., : k + 1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(top[..., :k] / top[..., k:]).mean(-1)
+    tail = _ratio(np.ones_like(logs), logs).mean(-1)
+    return np.where(np.isnan(values).any((-2, -1)), np.nan, tail)
 
 
-def churn(both: float, now: float, before: float) -> float:
+def flat_spread(length: int) -> float:
+    """Standard deviation over mean of the L1 norm of ``length`` independent Gaussian entries: √((π/2 - 1) / length)."""
+    return math.sqrt((math.pi / 2 - 1) / length)
+
+
+def flat_mass(fraction: Array, length: int) -> Array:
+    """Captured mass of flat rows: α + φ(Φ⁻¹(1 - α)) · CV."""
+    normal = NormalDist()
+    z = np.array([normal.inv_cdf(1 - f) if 0 < f < 1 else np.inf for f in np.atleast_1d(fraction)])
+    density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    return np.asarray(np.atleast_1d(fraction) + density * flat_spread(length))
+
+
+def excess_mass(s: Selected) -> Array:
+    """(C - C_flat) / (1 - C_flat): 0 for flat rows, 1 where the selected rows hold everything."""
+    flat = s.cached("flat", lambda: flat_mass(realised(s), s.length))
+    return _ratio(captured_mass(s) - flat, 1 - flat)
+
+
+# ---------------------------------------------------------------------- over time
+
+
+def churn(s: Selected) -> Array:
     """Jaccard distance of the selections of this step and the one before: 1 - |∩| / |∪|; 0 the same, 1 disjoint."""
-    union = now + before - both
-    return 1 - both / union if union > 0 else math.nan
+    both = (s.selected & s.before).sum((-2, -1))
+    return np.asarray(1 - both / (s.selected | s.before).sum((-2, -1)))
 
 
-def _mean(values: Tensor) -> float:
-    return float(values.mean())
+def age_quantile(s: Selected, q: float) -> Array:
+    """The smallest age that at least a share ``q`` of the slices does not exceed."""
+    ages = s.ages.reshape(len(s.ages), -1)
+    return np.asarray(np.quantile(ages, q, axis=-1, method="inverted_cdf"), dtype=float)
+
+
+def frequency(s: Selected) -> Array:
+    """Times selected a step, over the window, ``[G, B, n]``."""
+    return np.asarray(s.counts / s.window[:, None, None])
+
+
+def horizon(s: Selected) -> Array:
+    """Steps over which a row's momentum averages: 1 / ((1 - ef_decay) · fraction)."""
+    return _ratio(np.ones(len(s.scores)), (1 - s.ef_decay) * realised(s))
+
+
+def unselected_energy(s: Selected) -> Array:
+    """‖M_unselected‖_F / ‖M‖_F before the selected part decays."""
+    assert s.energy is not None
+    rest = np.where(s.selected.all((-2, -1)), 0.0, np.maximum(s.energy - s.kept, 0))
+    return np.sqrt(_ratio(rest, rest + _ratio(s.kept, s.ef_decay**2)))
+
+
+def ef_growth(s: Selected) -> Array:
+    """‖M‖₁ / ‖G‖₁ over 1 / ((1 - ef_decay) · fraction), its value for a gradient that does not change."""
+    assert s.gradient is not None
+    return _ratio(s.scores.sum((-2, -1)), s.gradient.sum((-2, -1)) * horizon(s))
+
+
+# ---------------------------------------------------------------------- within shards
+
+
+def equal_shards(n: int, world: int) -> list[Array]:
+    """Indices of n slices cut into ``world`` pieces as torch does: ⌈n / world⌉ each, the last smaller, none empty."""
+    size = -(-n // world)
+    return [np.arange(a, min(a + size, n)) for a in range(0, n, size)]
+
+
+def regret(s: Selected, shards: list[Array]) -> Array:
+    """1 - mass(the largest of every shard) / mass(as many, the largest of all); 0 where shards do not matter."""
+    local, total = np.zeros(s.scores.shape[:-1]), np.zeros(len(s.scores), dtype=int)
+    k = _of_largest(s, shards)
+    by_size: dict[int, list[Array]] = {}
+    for index in shards:
+        by_size.setdefault(len(index), []).append(index)
+    for size, alike in by_size.items():
+        sums = (-np.sort(-s.scores[..., np.stack(alike)], axis=-1)).cumsum(-1)
+        own = np.minimum(k, size)
+        local += np.take_along_axis(sums, (own - 1)[:, None, None, None], axis=-1)[..., 0].sum(-1)
+        total += own * len(alike)
+    everywhere = s.cached("descending sums", lambda: (-np.sort(-s.scores, axis=-1)).cumsum(-1))
+    best = np.take_along_axis(everywhere, (np.minimum(total, s.n) - 1)[:, None, None], axis=-1)[..., 0]
+    return _known(s, np.maximum(0, 1 - _ratio(local, best)).mean(-1))
+
+
+def overlap(s: Selected, shards: list[Array]) -> Array:
+    """|the largest of every shard ∩ as many, the largest of all| / k."""
+    local, most = np.zeros(s.scores.shape, dtype=bool), _of_largest(s, shards)
+    for index in shards:
+        local[..., index] = _largest(s.scores[..., index], np.minimum(most, len(index)))
+    k = local.sum(-1)[:, 0]
+    both = (local & _largest(s.scores, k)).sum(-1)
+    return _known(s, (both / k[:, None]).mean(-1))
+
+
+def imbalance(s: Selected, shards: list[Array]) -> Array:
+    """How many more of the largest of all one shard has than its share: the most in one over the mean, minus 1."""
+    chosen = _largest(s.scores, _counts(_nominal(s), s.n))
+    sizes = np.array([len(index) for index in shards])
+    shares = np.stack([chosen[..., index].sum(-1) for index in shards], axis=-1) / sizes
+    return _known(s, (shares.max(-1) / (chosen.sum(-1) / s.n) - 1).mean(-1))
+
+
+def _known(s: Selected, values: Array) -> Array:
+    """NaN where a score is: what is compared with it, nobody can tell."""
+    return np.where(np.isnan(s.scores).any((-2, -1)), np.nan, values)
+
+
+def _of_largest(s: Selected, shards: list[Array]) -> Array:
+    """k of every shard: as Dion2 has it, of the largest one; smaller shards give what they have."""
+    return _counts(_nominal(s), max(map(len, shards)))
+
+
+def _nominal(s: Selected) -> Array:
+    """The option; what was realised where it is not known."""
+    return np.where(np.isnan(s.fraction), realised(s), s.fraction)
+
+
+def _counts(fractions: Array, n: int) -> Array:
+    """k = max(1, ⌈fraction · n⌉), as Dion2 rounds it."""
+    return np.clip(np.ceil(np.round(fractions * n, 9)), 1, n).astype(int)
+
+
+def _largest(scores: Array, k: Array) -> Array:
+    """Mask of the k largest along the last axis, of equal ones the first; ``k`` is ``[G]``."""
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    ranks = np.empty_like(order)
+    np.put_along_axis(ranks, order, np.broadcast_to(np.arange(scores.shape[-1]), order.shape), axis=-1)
+    return np.asarray(ranks < k.reshape(-1, *[1] * (scores.ndim - 1)))
+
+
+def _ratio(over: Array, under: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(over / under)

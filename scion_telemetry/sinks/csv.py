@@ -54,6 +54,7 @@ class CsvSink:
         self._resume = resume
         self._columns: dict[str, tuple[str, ...]] = {}
         self._tables: dict[str, TableFile] = {}
+        self._facts: dict[str, Any] = {}
         self._pid, self._fresh, self._outdated = -1, False, False
 
     def open(self, run: RunInfo) -> None:
@@ -81,19 +82,26 @@ class CsvSink:
             facts = _continued(self.path, facts, run)
             self._trim(run)
         self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.path / "run.json", (strict_json(facts, indent=2) + "\n").encode())
+        self._facts = facts
+        self._write_facts()
         self._write_params(run)
         self._tables = {name: TableFile(self.path / f"{name}.csv", head) for name, head in _headers(run).items()}
         self._pid, self._fresh, self._outdated = os.getpid(), not found, bool(found)
 
     def extend(self, run: RunInfo) -> None:
-        """List the parameters that ``run`` has now; their rows follow in the same tables.
+        """List the parameters that ``run`` has now; their rows follow in the same tables, or in a first ``selection``.
 
         Raises:
-            OSError: ``params.csv`` could not be written; it stands as it was.
+            OSError: ``params.csv`` or ``run.json`` could not be written; it stands as it was.
         """
-        if os.getpid() == self._pid:
-            self._write_params(run)
+        if os.getpid() != self._pid:
+            return
+        self._write_params(run)
+        if run.selection_columns and not self._columns["selection"]:
+            self._columns["selection"] = run.selection_columns
+            self._facts |= {"selection_columns": list(run.selection_columns), "units": dict(run.units)}
+            self._write_facts()
+            self._tables["selection"] = TableFile(self.path / "selection.csv", _headers(run)["selection"])
 
     def write(self, batch: Batch) -> None:
         """Append the rows of ``batch``.
@@ -177,6 +185,9 @@ class CsvSink:
             return error
         self._outdated = False
         return None
+
+    def _write_facts(self) -> None:
+        _replace(self.path / "run.json", (strict_json(self._facts, indent=2) + "\n").encode())
 
     def _write_params(self, run: RunInfo) -> None:
         _replace(self.path / "params.csv", csv_lines([_PARAM_COLUMNS, *map(_param_cells, run.params)]))

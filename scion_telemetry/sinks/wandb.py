@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class WandbSink:
         run: The run to log into. Excludes all of the above.
         max_keys: Most layer, selection and histogram keys in a batch. Parameters beyond are left out in model
             order, with one warning.
+            Points of a selection's curves (``mass_at_0.25``) are never sent: they are in the run directory.
         **init: Further arguments of ``wandb.init`` for the own run: ``entity``, ``tags``, ``settings``, ...
     """
 
@@ -94,10 +96,7 @@ class WandbSink:
             self._run = _start({**self._init, "config": _config(run)})
         self._budget.extend(param.name for param in run.params)
         self._run.define_metric(STEP_KEY, hidden=True)
-        sections = [*run.layer_columns, *(f"selection_{name}" for name in run.selection_columns), "scalars"]
-        sections += run.histograms
-        for name in [NONFINITE_KEY, *(f"{section}/*" for section in sections)]:
-            self._run.define_metric(name, step_metric=STEP_KEY)
+        self._define(run)
         self._pid = os.getpid()
 
     def extend(self, run: RunInfo) -> None:
@@ -105,13 +104,24 @@ class WandbSink:
         if os.getpid() != self._pid:
             return
         self._budget.extend(param.name for param in run.params)
+        self._define(run)  # a first parameter that is selected from brings columns
         if self._guest is None:
             self._run.config.update({"telemetry": _telemetry(run)}, allow_val_change=True)
+
+    def _define(self, run: RunInfo) -> None:
+        sections = [
+            *run.layer_columns,
+            *(f"selection_{n}" for n in run.selection_columns if "_at_" not in n),
+            "scalars",
+        ]
+        for name in [NONFINITE_KEY, *(f"{section}/*" for section in (*sections, *run.histograms))]:
+            self._run.define_metric(name, step_metric=STEP_KEY)
 
     def write(self, batch: Batch) -> None:
         """Log the rows of ``batch``."""
         if os.getpid() != self._pid:  # a forked child: the rows are its parent's
             return
+        batch = _without_curves(batch)
         if self._guest is not None:
             if row := self._row(batch.step, batch):
                 self._guest.put(int(batch.step), row)
@@ -191,6 +201,13 @@ class _KeyBudget:
                 list(self.order)[index],
             )
         self._end = index
+
+
+def _without_curves(batch: Batch) -> Batch:
+    """``batch`` without the points of curves: as keys they would crowd out the rest, and nobody looks at them so."""
+    rows = [{name: value for name, value in row.values.items() if "_at_" not in name} for row in batch.selection]
+    kept = tuple(replace(row, values=values) for row, values in zip(batch.selection, rows, strict=True))
+    return replace(batch, selection=kept)
 
 
 def _flat(rows: Iterable[Row], prefix: str) -> dict[str, float]:
