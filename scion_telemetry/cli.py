@@ -1,4 +1,4 @@
-"""The command line: ``scion-telemetry demo``, ``show``, ``plot`` and ``dashboard``."""
+"""The command line: ``scion-telemetry demo``, ``show``, ``plot``, ``advise``, ``calibrate`` and ``dashboard``."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich import box
@@ -18,6 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from scion_telemetry.store import Run, load_run
+
+if TYPE_CHECKING:
+    from scion_telemetry.analysis import Advice
 
 app = typer.Typer(
     help="Training dynamics of spectral optimizers: exact under any sharding, nearly free.",
@@ -41,9 +44,9 @@ def main() -> None:
         _fail(str(error))
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, status: int = 2) -> NoReturn:
     Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-    sys.exit(2)
+    sys.exit(status)
 
 
 @app.command()
@@ -57,6 +60,10 @@ def demo(
     nproc: Annotated[int, typer.Option(help="Processes; 1 trains without a process group.")] = 2,
     out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/demo/ and the time")] = None,
     wandb: Annotated[bool, typer.Option("--wandb", help="Log to Weights & Biases too.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Hold the numbers against gathered matrices at the end; exit with 1 if off."),
+    ] = False,
 ) -> None:
     """Train a small byte-level GPT on Python's own source text, sharded over two processes, and measure it."""
     from scion_telemetry.demo.config import DemoConfig
@@ -74,13 +81,16 @@ def demo(
         nproc=nproc,
         batch=max(1, _BATCH // max(1, nproc)) * nproc,
         wandb=wandb,
+        verify=verify,
     )
     from scion_telemetry.demo.launch import launch
 
-    launch(config)
+    holds = launch(config)
     run = load_run(folder)
     _print_layers(run)
     _conclude(run, time.perf_counter() - started)
+    if not holds:
+        _fail("verification failed: measured numbers differ from the gathered reference, as the lines above say", 1)
 
 
 @app.command()
@@ -104,6 +114,70 @@ def plot(
         path = folder / f"{name}.{kind}"
         plots.save(draw(loaded), path)
         typer.echo(path)
+
+
+@app.command()
+def advise(
+    run: RunPath,
+    calibration: Annotated[
+        Path | None, typer.Option(help="A run at fraction 1.", show_default="the window at 1 in RUN, if any")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file too.", show_default=False)] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw every fraction: PNG, SVG, PDF.", show_default=False)] = None,
+    max_age: Annotated[float, typer.Option(help="Oldest p99 of the steps since a row was selected.")] = 100.0,
+    starved: Annotated[float, typer.Option(help="Largest share of rows older than that.")] = 0.01,
+    drift: Annotated[float, typer.Option(help="Largest lr x weight decay x age.")] = 0.05,
+    mass: Annotated[float, typer.Option(help="Smallest captured share of the L1 mass at fraction 1.")] = 0.3,
+    regret: Annotated[float, typer.Option(help="Largest mass that local selection loses.")] = 0.05,
+    horizon_share: Annotated[float, typer.Option(help="Longest momentum horizon over all steps.")] = 0.02,
+    total_steps: Annotated[
+        int | None, typer.Option(help="Steps of the whole training.", show_default="the run's")
+    ] = None,
+    seed_sd: Annotated[float, typer.Option(help="Standard deviation of the final loss over seeds.")] = 0.0013,
+) -> None:
+    """Say which fraction Dion2 should select (rows by L1 norm), from what a run at one fraction shows."""
+    from scion_telemetry._cli_advise import print_advice
+    from scion_telemetry.analysis import advise as advise_on
+
+    advice = advise_on(
+        load_run(run),
+        calibration=None if calibration is None else load_run(calibration),
+        max_age=max_age,
+        starved=starved,
+        drift=drift,
+        mass=mass,
+        regret=regret,
+        horizon_share=horizon_share,
+        total_steps=total_steps,
+        seed_sd=seed_sd,
+    )
+    print_advice(Console(), advice)
+    _keep(advice, json, figure)
+
+
+def _keep(advice: "Advice", json: Path | None, figure: Path | None) -> None:
+    from scion_telemetry import plots
+
+    if json is not None:
+        json.write_text(advice.to_json() + "\n", encoding="utf-8")
+        typer.echo(json)
+    if figure is not None:
+        plots.save(plots.fraction_explorer(advice), figure)
+        typer.echo(figure)
+
+
+@app.command()
+def calibrate(
+    fraction: Annotated[float, typer.Option(help="Fraction before and after the window, in (0, 1).")] = 0.25,
+    warm_up: Annotated[int, typer.Option(help="Steps before the window.")] = 200,
+    steps: Annotated[int, typer.Option(help="Length of the window, at least 200.")] = 200,
+) -> None:
+    """Print how to get a calibration window, steps at fraction 1, in the run that advise reads."""
+    from scion_telemetry._cli_advise import calibration_text
+    from scion_telemetry.analysis import calibration_snippet
+
+    snippet = calibration_snippet(fraction, warm_up=warm_up, steps=steps)
+    typer.echo(calibration_text(snippet, warm_up, steps), nl=False)
 
 
 @dashboard.command("wandb")

@@ -1,0 +1,323 @@
+"""What advice consists of: limits, what was measured, what each candidate fraction would do, and the conclusion."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TypedDict
+
+import pandas as pd
+
+from .estimators import Array
+from .theory import SHARPNESS
+
+CANDIDATES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)
+"""Fractions that are tried, descending."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a fraction has to keep to. Proposals, not laws: the literature only anchors .25 and .5.
+
+    ``mass`` is .3 because down to there halving the fraction cost little: in trainings of a small GPT (3 seeds, the
+    same lr) the loss rose by .020 from 1 to .5 and by .026 to .25, at which matrices held .30 to .45 of the mass, but
+    by .075 to .125, at which they held .21 on average. A limit of .5 would amount to a fraction of about .375 or more
+    (.51 of the mass) for all of these matrices, which are nearly flat. No fraction below 1 was as good as 1.
+
+    Args:
+        max_age: Oldest 99th percentile of the steps since a row was selected.
+        starved: Largest share of rows that come less often than once in ``max_age`` steps.
+        drift: Largest lr · λ · age_p99, shrinkage by weight decay between two steps of a row.
+        mass: Smallest share of unequalised L1 mass in the selected rows, unless the matrix is flat.
+        flat: A matrix whose excess mass stays below this at every fraction is flat, and ``mass`` says nothing of it.
+        regret: Largest mass that a selection within every shard loses against one over all of them.
+        horizon_share: Longest momentum horizon, as a share of all steps of the training.
+        total_steps: Of the training that the fraction is for; None: as long as the run is.
+        mu: Momentum whose horizon 1 / (1 - µ) a changed ``ef_decay`` shall give back.
+        coverage: Share of the parameters whose matrices have to accept a fraction.
+        saving: Smallest relative saving over the next larger fraction for which a smaller one is taken.
+        sharpness: p of :func:`~.theory.water_fill` by which frequencies are predicted, measured in real training;
+            infinite for gradients that hardly vary from step to step.
+
+    Raises:
+        ValueError: A limit is out of range.
+    """
+
+    max_age: float = 100.0
+    starved: float = 0.01
+    drift: float = 0.05
+    mass: float = 0.3
+    flat: float = 0.05
+    regret: float = 0.05
+    horizon_share: float = 0.02
+    total_steps: int | None = None
+    mu: float = 0.95
+    coverage: float = 0.95
+    saving: float = 0.05
+    sharpness: float = SHARPNESS
+
+    def __post_init__(self) -> None:
+        if not self.max_age >= 1:
+            raise ValueError(f"max_age must be >= 1 step, got {self.max_age!r}")
+        for name in ("starved", "drift", "mass", "flat", "regret", "horizon_share", "coverage", "saving"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)!r}")
+        if not self.sharpness > 0:
+            raise ValueError(f"sharpness must be > 0, got {self.sharpness!r}; inf lets a row be full at once")
+        if not 0 <= self.mu < 1:
+            raise ValueError(f"mu must be in [0, 1), got {self.mu!r}")
+        if self.total_steps is not None and self.total_steps < 1:
+            raise ValueError(f"total_steps must be >= 1, got {self.total_steps!r}")
+
+
+class LimitOptions(TypedDict, total=False):
+    """The fields of ``Limits`` as keyword arguments."""
+
+    max_age: float
+    starved: float
+    drift: float
+    mass: float
+    flat: float
+    regret: float
+    horizon_share: float
+    total_steps: int | None
+    mu: float
+    coverage: float
+    saving: float
+    sharpness: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Evidence:
+    """What a run says of one matrix (or stack of them).
+
+    Args:
+        param: Its name.
+        role: hidden, expert, ...
+        shape: As stored.
+        matrices: Stacked matrices or heads, each of which selects for itself.
+        n: Rows (or columns) that each selects from.
+        width: Entries of one of them.
+        shards: Pieces that the rows are cut into.
+        scope: ``local`` or ``global``.
+        fraction: Realised k / n at which the rest was measured.
+        steps: For how long.
+        total_steps: Last step of the run.
+        ef_decay: What selected rows keep.
+        lr: Largest learning rate seen.
+        weight_decay: λ of the steps W ← (1 - lr λ) W.
+        decays_selected: Only selected rows decay, so that waiting costs nothing.
+        source: ``slices`` (every row counted), ``curve`` (read off the frequency curve, without single rows) or
+            ``calibration`` (squares of the scores of a run at fraction 1, in no unit).
+        rates: Growth of every row ``[matrices, n]``, in units of the score a step; the mean over the whole run, though
+            it drifts: rates of the last half alone halve the error at .25 and below.
+        never: Share of rows that were never selected.
+        age_p99: Median of the logged ``age_p99`` in the last quarter; None where it was not logged.
+        regret: Mean of the logged ``regret``; None where rows are not cut.
+        regret_at: Mean regret that W shards would have, by W.
+        mass: Captured-mass curve of unequalised scores, by fraction; empty where there is none.
+        mass_source: ``calibration``, ``gradient`` or ``none``.
+    """
+
+    param: str
+    role: str
+    shape: tuple[int, ...]
+    matrices: int
+    n: int
+    width: int
+    shards: int
+    scope: str
+    fraction: float
+    steps: int
+    total_steps: int
+    ef_decay: float
+    lr: float
+    weight_decay: float
+    decays_selected: bool
+    source: str
+    rates: Array
+    never: float
+    age_p99: float | None
+    regret: float | None
+    regret_at: Mapping[int, float]
+    mass: Mapping[float, float]
+    mass_source: str
+
+    @property
+    def parameters(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """What a fraction would do to one matrix.
+
+    Args:
+        fraction: α as an option.
+        k: Rows or columns selected of every matrix, over all shards.
+        age_p99: Predicted 99th percentile of the age in steps, once all rows had their first turn.
+        starved: Predicted share of rows selected less often than once in ``max_age`` steps, over the whole training:
+            rows that have to save up long for their first turn count.
+        always: Predicted share of rows selected in 99 % of the steps or more.
+        drift: lr · λ · age_p99.
+        mass: Captured unequalised mass; None where it is not known.
+        excess: Of that over flat rows, 0 to 1; None where it is not known.
+        regret: Mass lost to local selection; None where nothing is cut or scope is global.
+        horizon: Momentum horizon in steps with the run's ``ef_decay``.
+        ef_decay: What to set so that the horizon is in bounds; the run's own where it is already.
+        flops: Newton-Schulz FLOPs relative to fraction 1.
+        bytes: Bytes a step between ranks, of the whole parameter.
+        cost: FLOPs, or the mean of FLOPs and bytes where rows are cut, relative to fraction 1.
+        saving: 1 - cost / cost of the next larger candidate.
+        failed: Names of the limits that it breaks, and how far: value over limit, above 1.
+    """
+
+    fraction: float
+    k: int
+    age_p99: float
+    starved: float
+    always: float
+    drift: float
+    mass: float | None
+    excess: float | None
+    regret: float | None
+    horizon: float
+    ef_decay: float
+    flops: float
+    bytes: float
+    cost: float
+    saving: float
+    failed: Mapping[str, float]
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it breaks no limit."""
+        return not self.failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixAdvice:
+    """One matrix.
+
+    Args:
+        evidence: What was measured.
+        candidates: Every fraction that was tried, descending.
+        fraction: The smallest accepted one that also saves enough.
+        binding: What stands against the next smaller one: a limit, ``saving``, or ``none`` where there is none.
+        global_fraction: The same if ``selection_scope`` were ``global``.
+    """
+
+    evidence: Evidence
+    candidates: tuple[Candidate, ...]
+    fraction: float
+    binding: str
+    global_fraction: float
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate of ``fraction``."""
+        return next(c for c in self.candidates if c.fraction == self.fraction)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupAdvice:
+    """All matrices of a role.
+
+    Args:
+        role: hidden, expert, ...
+        matrices: How many parameters.
+        scope: Selection scope that is advised; the matrices are predicted with it.
+        current: Realised fractions in the run, smallest and largest.
+        fraction: The smallest one that matrices with ``coverage`` of the parameters accept.
+        binding: What stands against the next smaller one.
+        worst: The parameter that breaks that limit most, and the value there; empty and NaN where nothing does.
+        worst_value: Value over limit.
+        accepted: Share of the parameters that accept, by fraction.
+        changes: What to change together with the fraction, in words.
+    """
+
+    role: str
+    matrices: int
+    scope: str
+    current: tuple[float, float]
+    fraction: float
+    binding: str
+    worst: str
+    worst_value: float
+    accepted: Mapping[float, float]
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """Which fraction, why, and what has to be tried before it is believed. The top-k is by L1 norm throughout.
+
+    What is predicted are distributions: ages, shares of rows. Which rows come often differs from one training to the
+    next (correlation .56 to .67 at another fraction, whatever the predictor).
+
+    Args:
+        run: Path of the run.
+        limits: What was asked for.
+        groups: By role.
+        matrices: By parameter, in model order.
+        notes: What the run could not say, and how to have it said.
+        caveat: That quality needs an A/B, and of how many seeds.
+        seeds: Seeds per arm by the gap of the mean loss to be seen.
+    """
+
+    run: str
+    limits: Limits
+    groups: tuple[GroupAdvice, ...]
+    matrices: tuple[MatrixAdvice, ...]
+    notes: tuple[str, ...] = ()
+    caveat: str = ""
+    seeds: Mapping[float, int] = field(default_factory=dict)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a parameter and candidate: param, role, the fields of ``Candidate``, ``accepted`` and ``chosen``."""
+        rows = []
+        for matrix in self.matrices:
+            for candidate in matrix.candidates:
+                facts = asdict(candidate)
+                facts["failed"] = ";".join(candidate.failed)
+                rows.append(
+                    {
+                        "param": matrix.evidence.param,
+                        "role": matrix.evidence.role,
+                        **facts,
+                        "accepted": candidate.accepted,
+                        "chosen": candidate.fraction == matrix.fraction,
+                    }
+                )
+        frame = pd.DataFrame(rows)
+        numbers = ["mass", "excess", "regret"]
+        return frame.astype(dict.fromkeys(numbers, "float64"))
+
+    def to_json(self) -> str:
+        """The whole as JSON; numbers that JSON has no word for are null. Growth rates of single rows are left out."""
+        whole = {
+            "run": self.run,
+            "ranking": "L1 norm of the momentum's rows or columns",
+            "limits": asdict(self.limits),
+            "groups": [asdict(group) for group in self.groups],
+            "matrices": [_plain_matrix(matrix) for matrix in self.matrices],
+            "notes": self.notes,
+            "caveat": self.caveat,
+            "seeds": self.seeds,
+        }
+        return json.dumps(_finite(whole), indent=2, allow_nan=False)
+
+
+def _plain_matrix(matrix: MatrixAdvice) -> dict[str, object]:
+    whole = asdict(matrix)
+    del whole["evidence"]["rates"]
+    return whole
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
