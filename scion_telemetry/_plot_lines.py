@@ -164,7 +164,8 @@ def reference(ax: Axes, table: Table, label: str) -> Key:
     known = np.isfinite(table.values).any(axis=1)
     x, block = table.steps[known], table.values[known]
     look: dict[str, Any] = {"color": "black", "linestyle": (0, (5, 3)), "linewidth": 1.2}
-    levels = np.unique(np.round(block, 3), axis=1, equal_nan=True)
+    _, first = np.unique(np.round(block, 3), axis=1, equal_nan=True, return_index=True)
+    levels = block[:, first]
     if levels.shape[1] > _LEVELS:
         ax.fill_between(x, np.nanmin(block, axis=1), np.nanmax(block, axis=1), color="black", alpha=0.08, linewidth=0)
         levels = np.nanmedian(block, axis=1, keepdims=True)

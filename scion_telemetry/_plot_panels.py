@@ -15,6 +15,7 @@ from scion_telemetry.store import Run
 
 _TICKS: Final = 60  # names that fit under a panel
 _CAPTURED: Final = "captured_mass"
+_FLAT: Final = (("flat_mass", "flat rows"), ("fraction", "flat momentum: realised fraction k/n"))
 
 
 def absent(ax: Axes, column: str, message: str) -> None:
@@ -25,7 +26,14 @@ def absent(ax: Axes, column: str, message: str) -> None:
 
 
 def over_steps(
-    ax: Axes, table: Table, *, unit: str = "", log: bool | None = None, flat: Table | None = None, remark: str = ""
+    ax: Axes,
+    table: Table,
+    *,
+    unit: str = "",
+    log: bool | None = None,
+    flat: Table | None = None,
+    flat_label: str = "",
+    remark: str = "",
 ) -> None:
     """One column over the steps.
 
@@ -35,6 +43,7 @@ def over_steps(
         unit: Unit for the y axis.
         log: True for a logarithmic axis, None for what the range asks for.
         flat: A reference on the same axis, drawn dashed.
+        flat_label: What the legend calls it.
         remark: A last line below the panel.
     """
     notes = draw.mark_findings(ax, table)
@@ -48,7 +57,7 @@ def over_steps(
     many = len(table.names) > draw.SINGLE
     keys = draw.bands(ax, table, scale) if many else draw.single_lines(ax, table, scale)
     if flat is not None:
-        keys.append(draw.reference(ax, flat, "flat momentum: realised fraction k/n"))
+        keys.append(draw.reference(ax, flat, flat_label))
     notes += draw.mark_zeros(ax, scale, table.steps, table.values)
     how = [words.formula(table.column), "median, 10-90 %, min-max per role" if many else ""]
     dress.heading(ax, words.title(table.column), "  ·  ".join(filter(None, how)), legend=bool(keys))
@@ -58,17 +67,18 @@ def over_steps(
 
 
 def captured(ax: Axes, run: Run, *, remark: bool = False) -> None:
-    """Captured mass over the steps against the realised fraction."""
+    """Captured mass over the steps against that of flat rows, or the realised fraction where it is not known."""
     if _CAPTURED not in run.selection.columns or run.selection.empty:
         absent(ax, _CAPTURED, "not measured: no optimizer of this run selects rows or columns")
         return
     table = column_table(run, run.selection, _CAPTURED)
-    flat = column_table(run, run.selection, "fraction") if "fraction" in run.selection.columns else None
-    if flat is not None and not np.isfinite(flat.values).any():
-        flat = None
+    flat, name = None, ""
+    for column, label_of in _FLAT:
+        if flat is None and column in run.selection.columns and run.selection[column].notna().any():
+            flat, name = column_table(run, run.selection, column), label_of
     # Rows that are not selected keep their momentum and grow until they are, which levels the scores.
     text = "error feedback flattens the momentum: a curve near the reference does not mean that fewer rows would do"
-    over_steps(ax, table, log=False, flat=flat, remark=text if remark else "")
+    over_steps(ax, table, log=False, flat=flat, flat_label=name, remark=text if remark else "")
 
 
 def losses(ax: Axes, run: Run) -> None:

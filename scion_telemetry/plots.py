@@ -18,8 +18,29 @@ from matplotlib.figure import Figure
 
 from scion_telemetry import _plot_panels as panels
 from scion_telemetry import words
+from scion_telemetry._plot_ages import age_distribution
 from scion_telemetry._plot_data import column_table
+from scion_telemetry._plot_explorer import fraction_explorer
+from scion_telemetry._plot_selected import churn_over_steps, frequencies_over_steps, regret_by_shards, selection_ranks
+from scion_telemetry._plot_selection import mass_curves, mass_heatmap
 from scion_telemetry.store import Run
+
+__all__ = [
+    "FIGURES",
+    "age_distribution",
+    "captured_mass",
+    "churn_over_steps",
+    "fraction_explorer",
+    "frequencies_over_steps",
+    "mass_curves",
+    "mass_heatmap",
+    "norms_over_steps",
+    "overview",
+    "regret_by_shards",
+    "save",
+    "selection_ranks",
+    "update_weight_by_layer",
+]
 
 _SUFFIXES: Final = (".png", ".svg", ".pdf")
 _HEADLINE: Final = "weight_rms_to_rms"
@@ -77,7 +98,8 @@ def update_weight_by_layer(run: Run, *, step: int | None = None) -> Figure:
 def captured_mass(run: Run) -> Figure:
     """Share of the momentum's L1 mass in the selected rows or columns, against that of a flat momentum.
 
-    The flat reference is the realised fraction k/n. With error feedback the optimizer itself flattens the momentum, so
+    The reference is what rows of independent Gaussian entries would show, or the realised fraction k/n in runs that do
+    not say it. With error feedback the optimizer itself flattens the momentum, so
     a curve near the reference does not mean that a smaller fraction would do.
     """
     figure, ax = _single(11, 6.5)
@@ -107,9 +129,19 @@ FIGURES: Final[Mapping[str, Callable[[Run], Figure]]] = MappingProxyType(
         "norms_over_steps": norms_over_steps,
         "update_weight_by_layer": update_weight_by_layer,
         "captured_mass": captured_mass,
+        "mass_curves": mass_curves,
+        "mass_heatmap": mass_heatmap,
+        "selection_ranks": selection_ranks,
+        "frequencies_over_steps": frequencies_over_steps,
+        "age_distribution": age_distribution,
+        "churn_over_steps": churn_over_steps,
+        "regret_by_shards": regret_by_shards,
     }
 )
 """Name of every figure to the function that draws it for a run, in the order in which people look."""
+
+
+# What takes more than a run: fraction_explorer(advise(run)).
 
 
 def save(figure: Figure, path: str | Path) -> None:

@@ -370,23 +370,27 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
 def test_no_text_overlaps_another_or_leaves_the_page(tmp_path: Path, count: int) -> None:
     run = full_run(tmp_path / "run", model(count))
     for name, draw in plots.FIGURES.items():
-        figure = draw(run)
-        canvas: Any = FigureCanvasAgg(figure)
-        canvas.draw()
-        boxes = [
-            (text.get_text(), Text.get_window_extent(text, canvas.get_renderer()))
-            for text in figure.findobj(Text)
-            if text.get_text() and text.get_visible() and not _beyond_axis(text)
-        ]
-        page = figure.bbox
-        for words, box in boxes:
-            inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= page.width and box.y1 <= page.height
-            assert inside, f"{name}: {words!r} leaves the page"
-        for (words, box), (other, beside) in combinations(boxes, 2):
-            # A pixel or two of the empty rim of two boxes may touch.
-            width = min(box.x1, beside.x1) - max(box.x0, beside.x0)
-            height = min(box.y1, beside.y1) - max(box.y0, beside.y0)
-            assert width < 2 or height < 3, f"{name}: {words!r} lies on {other!r}"
+        assert_texts_apart(draw(run), name)
+
+
+def assert_texts_apart(figure: Figure, name: str) -> None:
+    """No text of a figure overlaps another or leaves the page."""
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    boxes = [
+        (text.get_text(), Text.get_window_extent(text, canvas.get_renderer()))
+        for text in figure.findobj(Text)
+        if text.get_text() and text.get_visible() and not _beyond_axis(text)
+    ]
+    page = figure.bbox
+    for words, box in boxes:
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= page.width and box.y1 <= page.height
+        assert inside, f"{name}: {words!r} leaves the page"
+    for (words, box), (other, beside) in combinations(boxes, 2):
+        # A pixel or two of the empty rim of two boxes may touch.
+        width = min(box.x1, beside.x1) - max(box.x0, beside.x0)
+        height = min(box.y1, beside.y1) - max(box.y0, beside.y0)
+        assert width < 2 or height < 3, f"{name}: {words!r} lies on {other!r}"
 
 
 def _beyond_axis(text: Text) -> bool:
