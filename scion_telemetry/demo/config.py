@@ -22,6 +22,7 @@ class DemoConfig:
         nproc: Processes; 1 trains without a process group.
         batch: Sequences a step, over all processes; a multiple of nproc.
         wandb: Log to Weights & Biases too.
+        verify: Hold the tracker's numbers against gathered matrices after the last step.
 
     Raises:
         ValueError: For a value out of range, or an ``out`` that holds a run.
@@ -37,6 +38,7 @@ class DemoConfig:
     nproc: int = 2
     batch: int = 32
     wandb: bool = False
+    verify: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("seed", 0), ("every", 1), ("nproc", 1), ("batch", 1)):

@@ -18,16 +18,21 @@ from scion_telemetry.demo.config import DemoConfig
 
 _TIMEOUT = timedelta(seconds=120)
 
+_WRONG = "wrong"
+"""File by which rank 0 tells the launcher that the verification found something."""
 
-def launch(config: DemoConfig) -> None:
+
+def launch(config: DemoConfig) -> bool:
     """Run the demo on ``config.nproc`` processes of this machine; returns when all have ended well.
+
+    Returns:
+        Whether the tracker's numbers hold; True where ``config.verify`` is off.
 
     Raises:
         RuntimeError: When a process fails, with its error; the others are stopped.
     """
     if config.nproc == 1:
-        _show(config)
-        return
+        return _show(config)
     with tempfile.TemporaryDirectory() as folder:
         try:
             start_processes(  # type: ignore[no-untyped-call]
@@ -35,6 +40,7 @@ def launch(config: DemoConfig) -> None:
             )
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise RuntimeError(f"a process of the demo failed: {error}") from error
+        return not Path(folder, _WRONG).exists()
 
 
 def _rank(rank: int, config: DemoConfig, folder: str) -> None:
@@ -48,7 +54,8 @@ def _rank(rank: int, config: DemoConfig, folder: str) -> None:
         timeout=_TIMEOUT,
     )
     if rank == 0:
-        _show(config)
+        if not _show(config):
+            Path(folder, _WRONG).touch()
     else:
         train.train(config, lambda progress: None)
     dist.barrier()
@@ -59,7 +66,7 @@ def _rank(rank: int, config: DemoConfig, folder: str) -> None:
     os._exit(0)
 
 
-def _show(config: DemoConfig) -> None:
+def _show(config: DemoConfig) -> bool:
     console = Console()
     columns = (
         TextColumn("training"),
@@ -70,7 +77,7 @@ def _show(config: DemoConfig) -> None:
     )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("training", total=config.steps, loss="-", val="-", speed="-")
-        train.train(config, lambda progress: _advance(bar, task, progress))
+        return train.train(config, lambda progress: _advance(bar, task, progress))
 
 
 def _advance(bar: Progress, task: TaskID, progress: train.Progress) -> None:
@@ -81,4 +88,6 @@ def _advance(bar: Progress, task: TaskID, progress: train.Progress) -> None:
         fields["speed"] = f"{progress.tokens_per_second:,.0f}"
     if progress.val_loss is not None:
         fields["val"] = f"{progress.val_loss:.3f}"
+    if progress.verification is not None:
+        bar.console.print(progress.verification, markup=False, highlight=False, soft_wrap=True)
     bar.update(task, completed=progress.step, **fields)

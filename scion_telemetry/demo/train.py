@@ -35,21 +35,25 @@ class Progress:
         loss: Training loss on this rank; None before the first step.
         val_loss: Validation loss, when it was just computed.
         tokens_per_second: Over all ranks.
-        collectives: Of the latest flush.
+        verification: What the tracker says of itself after the last step, when it was asked; several lines.
     """
 
     step: int
     loss: float | None = None
     val_loss: float | None = None
     tokens_per_second: float | None = None
-    collectives: int | None = None
+    verification: str | None = None
 
 
 Report = Callable[[Progress], None]
 
 
-def train(config: DemoConfig, report: Report) -> None:
-    """Train the demo model on this rank; inside an initialised process group it is sharded with FSDP2."""
+def train(config: DemoConfig, report: Report) -> bool:
+    """Train the demo model on this rank; inside an initialised process group it is sharded with FSDP2.
+
+    Returns:
+        Whether the tracker's numbers hold, the same on all ranks; True where ``verify`` was not asked for.
+    """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
@@ -69,29 +73,37 @@ def train(config: DemoConfig, report: Report) -> None:
     )
     clock = _Clock(config.batch * context)
     with Tracker(
-        model, optimizer, schedule=every(config.every), sinks=make_sinks(config), run=attributes(config, corpus, model)
+        model,
+        optimizer,
+        schedule=every(config.every),
+        metrics=["basic", "selection_gradient"],
+        sinks=make_sinks(config),
+        run=attributes(config, corpus, model),
     ) as tracker:
         report(Progress(step=0, val_loss=validate(model, corpus, tracker)))
         for _ in range(config.steps):
             inputs, targets = next(source)
+            optimizer.zero_grad()
             loss = model.loss(inputs, targets)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            optimizer.zero_grad()
             decay.step()
             tracker.log(train_loss=loss, tokens_per_second=(speed := clock.lap()))
             last = tracker.step == config.steps
             val_loss = validate(model, corpus, tracker) if last or tracker.step % (4 * config.every) == 0 else None
-            cost = tracker.last_flush.collectives if tracker.last_flush else None
             report(
                 Progress(
                     step=tracker.step,
                     loss=float(loss.detach()),
                     val_loss=val_loss,
                     tokens_per_second=speed,
-                    collectives=cost,
                 )
             )
+        if not config.verify:
+            return True
+        found = tracker.verify()
+        report(Progress(step=tracker.step, verification=str(found)))
+        return found.ok
 
 
 def make_optimizer(config: DemoConfig, model: GPT) -> torch.optim.Optimizer:
