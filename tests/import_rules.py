@@ -19,6 +19,25 @@ OFFLINE = {"rows", "words", "store", "_store*"}
 SHOWN = {"cli", "__main__", "_cli*", "dashboards", "analysis", "plots", "_plot*", "demo"}
 """Modules that stand above the tracker, or beside it for people who read runs."""
 
+PARTS = {
+    *(
+        "chosen",
+        "collect",
+        "describe",
+        "finish",
+        "places",
+        "plan",
+        "rounds",
+        "scalars",
+        "selected",
+        "setup",
+        "sheet",
+        "shown",
+    ),
+    *("sigma", "state", "verify"),
+}
+"""The parts that the tracker drives: nobody but they, the tracker and the package itself imports them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
@@ -60,27 +79,41 @@ def rule(
 RULES = (
     rule({"rows", "words", "schedule"}),
     rule({"optim"}, {"torch"}, {"optim"}),
-    rule({"metrics", "reduce", "_reduce*"}, {"torch"}, {"optim.layout", "rows", "metrics", "reduce", "_reduce*"}),
-    # The parts that the tracker drives. They know what they measure, and neither the tracker nor a destination.
+    rule({"metrics"}, {"torch", "numpy"}, {"optim.layout", "rows", "metrics"}),
+    rule({"reduce", "_reduce*"}, {"torch", "numpy"}, {"optim.layout", "rows", "metrics", "reduce", "_reduce*"}),
+    # They know what they measure, and neither the tracker nor a destination.
     rule(
-        {"collect", "describe", "plan", "scalars"},
-        {"torch"},
+        PARTS,
+        {"torch", "numpy"},
         {
-            *("optim.layout", "optim.events", "optim.groups", "rows", "metrics", "reduce"),
-            *("collect", "describe", "plan", "scalars"),
+            *(f"optim.{name}" for name in ("events", "groups", "layout", "selection")),
+            "rows",
+            "metrics",
+            "reduce",
+            *PARTS,
         },
     ),
     rule({"writer"}, inside={"rows"}),
     rule({"sinks"}, {"rich", *EXTRAS}, {"rows", "words", "sinks"}, vendors=1),
     rule({"store", "_store*"}, TABLES, {"rows", "store", "_store*"}),
-    rule({"plots", "_plot*"}, {*TABLES, "matplotlib"}, {*OFFLINE, "plots", "_plot*"}),
+    rule({"plots", "_plot*"}, {*TABLES, "matplotlib"}, {*OFFLINE, "analysis", "plots", "_plot*"}),
     rule({"analysis"}, TABLES, {*OFFLINE, "analysis"}),
     rule({"dashboards"}, {*TABLES, "matplotlib", *EXTRAS}, {*OFFLINE, "plots", "_plot*", "analysis", "dashboards"}),
     rule({"tracker", "_tracker*"}, {"torch"}, {"*"}, never={*SHOWN, "integrations", "testing"}),
-    rule({"testing"}, {"torch", "numpy"}, {"*"}, never=SHOWN),
-    rule({"integrations"}, {"torch"}, {"*"}, never=SHOWN | {"testing"}, vendors=2),
-    rule({"demo"}, {"torch", *TABLES, "matplotlib", "rich"}, {"*"}, never={"cli", "_cli*", "__main__", "testing"}),
-    rule({"cli", "_cli*", "__main__"}, {"typer", "rich", "torch", "matplotlib", *TABLES}, {"*"}, never={"testing"}),
+    rule({"testing"}, {"torch", "numpy"}, {"*"}, never=SHOWN | PARTS),
+    rule({"integrations"}, {"torch"}, {"*"}, never=SHOWN | PARTS | {"testing"}, vendors=2),
+    rule(
+        {"demo"},
+        {"torch", *TABLES, "matplotlib", "rich"},
+        {"*"},
+        never={"cli", "_cli*", "__main__", "testing", *PARTS},
+    ),
+    rule(
+        {"cli", "_cli*", "__main__"},
+        {"typer", "rich", "torch", "matplotlib", *TABLES},
+        {"*"},
+        never={"testing", *PARTS},
+    ),
     # The package itself: lazy names. What its type checkers see may come from anywhere.
     rule({""}, set(), {"*"}, never={"cli", "_cli*", "__main__", "testing", "demo"}),
 )

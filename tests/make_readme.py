@@ -5,9 +5,12 @@ python tests/make_readme.py [RUN]
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from scion_telemetry.metrics.catalogue import METRICS, QUANTITIES, SELECTION_METRICS
+from scion_telemetry.metrics.catalogue import HISTOGRAMS, METRICS
+from scion_telemetry.metrics.declare import QUANTITIES, HistogramMetric, Metric
+from scion_telemetry.metrics.selection_columns import SELECTION_METRICS
 from scion_telemetry.optim.dion2 import Dion2Algorithm
 from scion_telemetry.optim.dion3 import Dion3Algorithm
 from scion_telemetry.optim.groups import ROLES
@@ -33,16 +36,34 @@ CHOICES = {
 
 
 def metric_table() -> str:
-    lines = ["| metric | formula | of | unit |", "|---|---|---|---|"]
-    for m in METRICS:
+    return _table("metric", METRICS)
+
+
+def histogram_table() -> str:
+    return _table("histogram", HISTOGRAMS)
+
+
+def _table(what: str, metrics: Sequence[Metric | HistogramMetric]) -> str:
+    lines = [f"| {what} | formula | of | unit |", "|---|---|---|---|"]
+    for m in metrics:
         of = "all four" if m.quantities == QUANTITIES else ", ".join(m.quantities)
         lines.append(f"| `{m.name}` | {_cell(m.formula)} | {of} | {m.unit} |")
     return "\n".join(lines)
 
 
 def selection_table() -> str:
+    """One line a column; of columns that differ in a number alone, ``mass_at_0.25``, one line for all."""
+    families: dict[str, list[str]] = {}
+    for m in SELECTION_METRICS:
+        families.setdefault(re.sub(r"(?<=_at_)[\d.]+$", "F", m.name), []).append(m.name.rpartition("_at_")[2])
+    formulas = {m.name: m for m in SELECTION_METRICS}
     lines = ["| column | formula | unit |", "|---|---|---|"]
-    lines += [f"| `{m.name}` | {_cell(m.formula)} | {m.unit} |" for m in SELECTION_METRICS]
+    for family, numbers in families.items():
+        first = formulas[family.removesuffix("F") + numbers[0] if family.endswith("_at_F") else family]
+        formula = first.formula
+        if family.endswith("_at_F"):
+            formula = f"{formula.replace(numbers[0], 'F')}; F = {', '.join(numbers)}"
+        lines.append(f"| `{family}` | {_cell(formula)} | {first.unit} |")
     return "\n".join(lines)
 
 
@@ -68,7 +89,13 @@ def _cell(text: str) -> str:
 
 
 def with_tables(text: str) -> str:
-    tables = {"metrics": metric_table, "selection": selection_table, "roles": role_table, "options": option_table}
+    tables = {
+        "metrics": metric_table,
+        "histograms": histogram_table,
+        "selection": selection_table,
+        "roles": role_table,
+        "options": option_table,
+    }
     for name, make in tables.items():
         table = make()
         text = re.sub(

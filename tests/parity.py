@@ -1,18 +1,22 @@
 """Trains a model under the tracker and computes every row again in float64 on gathered tensors."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from selection_truth import SelectionTruth
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from truth import layer_values, worst
+from truth import cosine, layer_values, maps, worst
 
 from scion_telemetry import Tracker, every
-from scion_telemetry.optim.groups import clean_name
+from scion_telemetry.describe import facts
+from scion_telemetry.optim.events import ObservableOptimizer
+from scion_telemetry.optim.groups import clean_name, infer_roles
 from scion_telemetry.optim.layout import Layout, index_tensor, local
 from scion_telemetry.rows import Batch, RunInfo
 from scion_telemetry.sinks import MemorySink
@@ -89,20 +93,23 @@ def momentum_of(state: Mapping[str, Any]) -> Tensor | None:
 class Witness:
     """Keeps what an optimizer does, with hooks of its own."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, roles: Mapping[Tensor, str]) -> None:
         self.optimizer = optimizer
         self.params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        self.roles = roles
         self.updates: dict[Tensor, Tensor] = {}
         self.chosen: dict[Tensor, Any] = {}
+        self.grams: set[Tensor] = set()
         optimizer.register_step_pre_hook(self.before)
         if hasattr(optimizer, "register_step_observer"):
             optimizer.register_step_observer(self.see)
 
     def before(self, *_: object) -> None:
-        self.updates, self.chosen = {}, {}
+        self.updates, self.chosen, self.grams = {}, {}, set()
         self.weights = {p: local(p).detach().double().clone() for p in self.params}
 
     def see(self, event: Any) -> None:
+        self.grams |= {event.params[i] for i in event.grams}
         for i, param in enumerate(event.params):
             update = torch.zeros(local(param).shape, dtype=torch.float64)
             direction = event.directions[i].double() * event.scale
@@ -121,49 +128,84 @@ class Witness:
             return None
         if param in self.updates:
             return self.updates[param]
-        group = next(g for g in self.optimizer.param_groups if any(p is param for p in g["params"]))
-        decoupled = isinstance(self.optimizer, torch.optim.AdamW) or group.get("algorithm") in ("adamw", "lion")
-        kept = 1 - group["lr"] * group["weight_decay"] if decoupled else 1.0
+        group = self.group(param)
+        kept = 1 - group["lr"] * group["weight_decay"] if self.decoupled(group) else 1.0
         return local(param).detach().double() - kept * self.weights[param]
 
+    def group(self, param: Tensor) -> dict[str, Any]:
+        return next(g for g in self.optimizer.param_groups if any(p is param for p in g["params"]))
 
-class SelectionTruth:
-    """Brute force with Python's sets; keeps the history of every parameter."""
+    def decoupled(self, group: Mapping[str, Any]) -> bool:
+        return isinstance(self.optimizer, torch.optim.AdamW) or group.get("algorithm") in ("adamw", "lion")
 
-    def __init__(self) -> None:
-        self.last: dict[str, list[int]] = {}
-        self.before: dict[str, set[int]] = {}
+    def length(self, param: Tensor) -> float | None:
+        """The natural norm of an update, where its rule promises one."""
+        group = self.group(param)
+        if not isinstance(self.optimizer, ObservableOptimizer):
+            return None
+        found = self.optimizer.settings({**group, "params": [param], "role": group.get("role", self.roles[param])})
+        return None if found.scale is None else found.lr * found.scale
 
-    def values(self, name: str, scores: Tensor, selected: set[int], step: int) -> dict[str, float]:
-        """``scores`` is ``[B, n]``, ``selected`` are positions in it when flat."""
-        n, k = scores.numel(), len(selected)
-        matrices = [sorted(row) for row in scores.tolist()]
-        chosen = [sum(scores[b, i].item() for b, i in _places(selected, scores) if b == m) for m in range(len(scores))]
+    def settings(self, param: Tensor) -> tuple[float, str | None, float | None]:
+        """Decay, natural norm and radius of a parameter, as its optimizer says."""
+        group = self.group(param)
+        if not isinstance(self.optimizer, ObservableOptimizer):
+            return group["weight_decay"] if self.decoupled(group) else 0.0, None, None
+        found = self.optimizer.settings({**group, "params": [param], "role": group.get("role", self.roles[param])})
+        return found.decay, found.norm, found.radius
 
-        def mean(values: Iterable[float]) -> float:
-            return sum(values) / len(matrices)
 
-        last = self.last.setdefault(name, [0] * n)
-        for i in selected:
-            last[i] = step
-        ages = sorted(step - t for t in last)
-        found = {
-            "k": k,
-            "fraction": k / n,
-            "captured_mass": mean(part / sum(r) for part, r in zip(chosen, matrices, strict=True)),
-            "gini": mean(
-                sum((2 * i - len(r) - 1) * x for i, x in enumerate(r, 1)) / (len(r) * sum(r)) for r in matrices
-            ),
-            "participation_ratio": mean(sum(r) ** 2 / (len(r) * sum(x * x for x in r)) for r in matrices),
-            "threshold": min(scores.flatten()[i].item() for i in selected),
-            "age_p50": ages[math.ceil(n / 2) - 1],
-            "age_p99": ages[math.ceil(0.99 * n) - 1],
-            "age_max": ages[-1],
-        }
-        if name in self.before:
-            found["churn"] = 1 - len(self.before[name] & selected) / len(self.before[name] | selected)
-        self.before[name] = selected
-        return found
+def settings_error(
+    row: dict[str, float],
+    truth: Mapping[str, float],
+    witness: Witness,
+    param: Tensor,
+    before: Tensor | None,
+    update: Tensor | None,
+) -> float:
+    """Takes the columns out of a row that four tensors do not tell, and compares them; the largest relative error."""
+    decay, norm, radius = witness.settings(param)
+    errors = [abs(row.pop("weight_decay") - decay)]
+    assert row.pop("grad_missing") == 0
+    if update is not None:
+        assert row.pop("update_lr") == witness.group(param)["lr"]
+    if radius is not None and norm is not None and f"weight_{norm}" in truth:
+        got, expected = row.pop("weight_radius_share"), truth[f"weight_{norm}"] / radius
+        of_sigma = norm in ("spectral", "rms_to_rms")
+        assert expected * (0.99 if of_sigma else 1 - 1e-7) <= got <= expected * (1 + 1e-7), (norm, got, expected)
+    if before is not None and update is not None and bool(before.square().sum() > 0):
+        expected = cosine(update.flatten(), before.flatten())
+        got = row.pop("update_previous_cosine")
+        assert abs(got - expected) <= 1e-6 or (math.isnan(got) and math.isnan(expected)), (got, expected)
+    return max(errors)
+
+
+def newton_schulz(
+    row: dict[str, float], whole: Mapping[str, Tensor], shows_gram: bool, role: str, length: float | None
+) -> None:
+    """Takes out what Newton-Schulz tells. Bounds of σ₁ are of bfloat16 products, of all or of the selected part."""
+    if "update_polar_error" in row:
+        assert length is not None
+        got, expected = row.pop("update_polar_error"), polar_error(whole["update"] / length, role)
+        assert got == pytest.approx(expected, rel=1e-3, nan_ok=True), (whole["update"].shape, got, expected)
+    names = [f"momentum_{n}" for n in ("participation_rank", "gram_lower", "gram_upper")]
+    found = [row.pop(name) for name in names if name in row]
+    assert len(found) == 3 * shows_gram
+    if found and all(map(math.isfinite, found)):
+        rank, lower, upper = found
+        assert 1 - 1e-2 <= rank <= min(maps(whole["momentum"], role).shape[-2:]) * (1 + 1e-2)
+        assert lower <= upper * (1 + 1e-2)
+
+
+def polar_error(update: Tensor, role: str) -> float:
+    """‖UUᵀ - I‖_F / √k of U = update √(d_in / d_out), without rows and columns that were not selected."""
+    worst_of = 0.0
+    for x in maps(update, role):
+        d_out, d_in = x.shape
+        part = x[x.abs().sum(1) > 0][:, x.abs().sum(0) > 0] * math.sqrt(d_in / d_out)
+        sigma = torch.linalg.svdvals(part)
+        worst_of = max(worst_of, float((sigma.square() - 1).norm()) / math.sqrt(max(1, len(sigma))))
+    return worst_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +215,7 @@ class Found:
     rows: int
     error: float
     collectives: int
+    columns: frozenset[str] = frozenset()
 
 
 def compare(
@@ -189,9 +232,13 @@ def compare(
 
     Every rank takes part in gathering; rank 0 has the rows.
     """
-    witness, sink, truths = Witness(optimizer), MemorySink(), SelectionTruth()
+    sink, truths = MemorySink(), SelectionTruth()
+    witness = Witness(optimizer, infer_roles(model))
+    before: dict[Tensor, Tensor] = {}
+    shows: dict[Tensor, bool] = {}
     names = {p: clean_name(n) for n, p in model.named_parameters()}
     error, rows, collectives = 0.0, 0, 0
+    columns: set[str] = set()
     with Tracker(model, optimizer, schedule=every(1), metrics="full", sinks=[sink], process_group=group) as tracker:
         for step in range(1, steps + 1):
             optimizer.zero_grad()
@@ -202,17 +249,40 @@ def compare(
             for param in witness.params:
                 name = names[param]
                 whole, chosen = _gather(witness, optimizer, param)
+                shows[param] = shown_anywhere(param in witness.grams)
                 if rank:
                     continue
                 role = (roles or {}).get(name, _role(name, param))
-                (row,) = [r for r in sink.layers if (r.step, r.param) == (step, name)]
-                error = max(error, worst(row.values, layer_values(whole, role)))
+                (row,) = [dict(r.values) for r in sink.layers if (r.step, r.param) == (step, name)]
+                columns |= set(row)
+                truth, update = layer_values(whole, role), whole.get("update")
+                error = max(error, settings_error(row, truth, witness, param, before.get(param), update))
+                if update is not None:
+                    before[param] = update
+                newton_schulz(row, whole, shows[param], role, witness.length(param))
+                error = max(error, worst(row, truth))
                 found = [r for r in sink.selection if (r.step, r.param) == (step, name)]
                 assert len(found) == (chosen is not None)
                 if chosen is not None:
-                    error = max(error, _selection_error(found[0].values, truths.values(name, *chosen, step)))
+                    of_shards(found[0].values, param, facts(optimizer, param).shared)
+                    error = max(
+                        error,
+                        _selection_error(
+                            found[0].values,
+                            truths.values(name, *chosen, step, **slices(witness, param, whole, chosen[0])),
+                        ),
+                    )
                 rows += 1 + len(found)
-    return Found(rows=rows, error=error, collectives=collectives)
+    return Found(rows=rows, error=error, collectives=collectives, columns=frozenset(columns))
+
+
+def shown_anywhere(here: bool) -> bool:
+    """Whether some rank shows a gram."""
+    if not dist.is_initialized():
+        return here
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, here)
+    return any(everybody)
 
 
 def _gather(
@@ -248,10 +318,6 @@ def _all_scores(scores: Tensor, dim: int, param: Tensor) -> Tensor:
     return whole if whole.ndim == 2 else whole.unsqueeze(0)
 
 
-def _places(selected: set[int], scores: Tensor) -> list[tuple[int, int]]:
-    return [divmod(i, scores.size(1)) for i in sorted(selected)]
-
-
 def _shape_of(update: Tensor, direction: Tensor) -> tuple[int, int]:
     """Rows and columns of the matrices that a direction belongs to: of a stack of heads fewer rows."""
     stack = math.prod(direction.shape[:-2])
@@ -262,6 +328,49 @@ def _role(name: str, param: Tensor) -> str:
     return "vector" if param.ndim < 2 else "embedding" if "embed" in name else "hidden"
 
 
+OF_SHARDS = {"regret", "overlap", "imbalance", "rows_communicated"}
+"""Columns that depend on where pieces lie."""
+
+
+def of_shards(row: Mapping[str, float], param: Tensor, shared: bool) -> None:
+    """Selected slices travel where ranks step a matrix together; shards are compared where it is cut."""
+    first = 1 if param.ndim == 3 else 0
+    cut = any(local(param).size(d) != param.size(d) for d in range(first, param.ndim))
+    assert row["rows_communicated"] == row["k"] * shared
+    assert not shared or dist.is_initialized()
+    compared = OF_SHARDS & set(row) - {"rows_communicated"}
+    assert len(compared) in (0, 3)
+    assert cut or not compared
+    if compared:
+        assert 0 <= row["regret"] < 1
+        assert 0 < row["overlap"] <= 1
+        assert row["imbalance"] >= 0
+
+
+def slices(witness: Witness, param: Tensor, whole: Mapping[str, Tensor], scores: Tensor) -> dict[str, Any]:
+    """What else a selection is compared with: its options, and the slices of momentum and gradient."""
+    group, dim = witness.group(param), witness.chosen[param][0]
+
+    def cut(x: Tensor) -> Tensor:
+        x = x.reshape(len(scores), -1, x.size(-1))
+        return x if dim == -2 else x.mT
+
+    momentum = cut(whole["momentum"])
+    options = {name: float(group[name]) for name in ("fraction", "ef_decay")}
+    return {**options, "length": momentum.size(-1), "momentum": momentum, "gradient": cut(whole["grad"])}
+
+
 def _selection_error(row: Mapping[str, float], truth: Mapping[str, float]) -> float:
-    assert set(row) == set(truth)
-    return max(abs(row[name] - expected) / (abs(expected) or 1) for name, expected in truth.items())
+    assert set(truth) <= set(row) <= set(truth) | OF_SHARDS, set(truth) ^ set(row)
+    errors = [0.0]
+    for name, expected in truth.items():
+        got = row[name]
+        if math.isnan(expected):
+            assert math.isnan(got), (name, got)
+        elif name == "unselected_energy":  # the root of a difference
+            assert abs(got - expected) <= 1e-4, (name, got, expected)
+        elif name.startswith("grad_") or name == "ef_growth":  # L1 norms of the gradient's rows are float32
+            assert abs(got - expected) <= 1e-6 * max(1.0, abs(expected)), (name, got, expected)
+        else:
+            errors.append(abs(got - expected) / (abs(expected) or 1))
+    return max(errors)

@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         ValueError,
         ["got meta", "to_empty"],
     ),
-    "complex parameter": (lambda: tracker(complex_model()), ValueError, ["'w'", "complex64", "only dense real"]),
+    "complex parameter": (lambda: tracker(complex_model()), ValueError, ["'w'", "complex64", "only dense tensors"]),
     "no optimizer": (
         lambda: tracker(optimizer="adam"),
         TypeError,

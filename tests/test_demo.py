@@ -163,7 +163,7 @@ def test_wandb_holds_what_the_run_directory_holds(tmp_path: Path) -> None:
         for table, prefix in ((run.layers, ""), (run.selection, "selection_"))
         for row in table.to_dict("records")
         for column, value in row.items()
-        if column not in ("step", "param")
+        if column not in ("step", "param") and "_at_" not in column  # of curves it gets no points
     ]
     scalars = run.scalars.melt("step").to_dict("records")
     cells += [(row["step"], f"scalars/{row['variable']}", row["value"]) for row in scalars]

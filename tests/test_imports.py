@@ -46,7 +46,8 @@ def test_module_imports_only_what_its_place_allows(module: str) -> None:
     assert not found, "\n".join(found)
 
 
-TREE = {f"{PACKAGE}.{name}": None for name in (*OFFLINE, "tracker", "optim.layout", "optim.scion", "cli", "sinks.csv")}
+PLACES = (*OFFLINE, "tracker", "optim.layout", "optim.scion", "cli", "sinks.csv", "sigma", "finish", "reduce")
+TREE = {f"{PACKAGE}.{name}": None for name in PLACES}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,18 @@ TREE = {f"{PACKAGE}.{name}": None for name in (*OFFLINE, "tracker", "optim.layou
         ("tracker", "from . import plots", "plots, which is not"),
         ("tracker", "import pandas", "imports pandas"),
         ("collect", "from scion_telemetry.optim.scion import Scion", "optim.scion, which is not"),
+        ("collect", "from scion_telemetry.tracker import Tracker", "tracker, which is not"),
+        ("verify", "from scion_telemetry import plots", "plots, which is not"),
+        ("finish", "from scion_telemetry.store import load_run", "store, which is not"),
+        ("setup", "import pandas", "imports pandas"),
+        ("metrics.norms", "from scion_telemetry import sigma", "sigma, which is not"),
+        ("metrics.norms", "from scion_telemetry.reduce import Buffers", "reduce, which is not"),
+        ("reduce", "from scion_telemetry.finish import Finisher", "finish, which is not"),
+        ("cli", "from scion_telemetry.finish import Finisher", "finish, which is not"),
+        ("demo.train", "from scion_telemetry import sigma", "sigma, which is not"),
+        ("testing", "from scion_telemetry import sigma", "sigma, which is not"),
+        ("integrations.trainer", "from scion_telemetry import sigma", "sigma, which is not"),
+        ("sinks.csv", "from scion_telemetry import sigma", "sigma, which is not"),
         ("writer", "from scion_telemetry.sinks import csv", "sinks.csv, which is not"),
         ("testing", "from scion_telemetry.demo import train", "demo, which is not"),
         ("dashboards.report", "from scion_telemetry.tracker import Tracker", "tracker, which is not"),
@@ -96,6 +109,8 @@ def test_the_walk_finds(module: str, source: str, message: str) -> None:
         ),
         ("sinks.wandb", "from scion_telemetry.rows import Row\ndef f():\n    import wandb"),
         ("plots", "from matplotlib.figure import Figure\nfrom scion_telemetry.store import Run"),
+        ("finish", "import numpy\nfrom scion_telemetry import sigma\nfrom scion_telemetry.reduce import Buffers"),
+        ("tracker", "from scion_telemetry.finish import Finisher\nfrom scion_telemetry import sigma"),
         ("tracker", "import torch\nfrom scion_telemetry.optim import layout\nfrom scion_telemetry.sinks import csv"),
         ("cli", "import typer\nfrom scion_telemetry.tracker import Tracker"),
     ],

@@ -1,12 +1,14 @@
 """tracker.log: any name, at any step, on any rank; the mean over the ranks that logged it, once, at its own step."""
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from own_scalars import COST, is_total, users
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -35,7 +37,7 @@ def logged(
     for batch in sink.batches:
         order = [s.step for s in batch.scalars]
         assert order == sorted(order)
-    return [(s.step, s.name, s.value) for s in sink.scalars]
+    return [(s.step, s.name, s.value) for s in users(sink.scalars)]
 
 
 def on_ranks(log: Log, world: int = 2, **options: Any) -> list[tuple[int, str, float]]:
@@ -113,7 +115,7 @@ def test_logged_twice_at_one_step_is_the_mean() -> None:
         optimizer.step()
         tracker.log(loss=1.0)
         tracker.log(loss=4.0)
-    assert [(s.step, s.value) for s in sink.scalars] == [(1, 2.5)]
+    assert [(s.step, s.value) for s in users(sink.scalars)] == [(1, 2.5)]
 
 
 VALUES: dict[str, Any] = {
@@ -174,7 +176,7 @@ def test_what_is_no_number_is_refused_and_nothing_of_the_call_is_kept(bad: Any) 
         optimizer.step()
         with pytest.raises(TypeError, match="scalar 'bad' must be"):
             tracker.log(good=1.0, bad=bad)
-    assert sink.scalars == []
+    assert users(sink.scalars) == []
 
 
 def test_any_name_may_be_logged() -> None:
@@ -189,3 +191,132 @@ def test_after_close() -> None:
         pass
     with pytest.raises(RuntimeError, match="closed; log inside its with block"):
         tracker.log(loss=1.0)
+
+
+# ---------------------------------------------------------------------- what the tracker says of itself
+
+
+def own(rank: int, world: int) -> list[list[tuple[int, str, float]]]:
+    """By batch, the scalars that the user has not logged."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, 2)), "b": nn.Parameter(torch.ones(3))})
+    optimizer, sink = torch.optim.SGD(model.parameters(), lr=0.1), MemorySink()
+    with Tracker(model, optimizer, schedule=every(2, first=False), sinks=[sink], metrics="norms") as tracker:
+        for _ in range(6):
+            optimizer.step()
+            tracker.log(loss=1.0)
+            if tracker.last_flush is not None and tracker.step % 2 == 0:
+                assert tracker.last_flush.step == tracker.step
+    return [[(s.step, s.name, s.value) for s in b.scalars if s not in users(b.scalars)] for b in sink.batches]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_flush_says_what_it_cost_and_how_fast_training_goes(world: int) -> None:
+    found = run_threads(own, world, timeout=20)[0]
+    costs = [of_flush for batch in found if (of_flush := [s for s in batch if s[1] in COST])]
+    assert [{(step, name) for step, name, _ in batch} for batch in costs] == [
+        {(2, name) for name in COST if name != "steps_per_second"},  # the first knows no time between flushes
+        {(4, name) for name in COST},
+        {(6, name) for name in COST},
+    ]
+    assert [len(batch) for batch in costs] == [4, 5, 5], "each once"
+    for batch in costs:
+        values = {name: value for _, name, value in batch}
+        assert 0 < values["telemetry_ms"] < 10_000
+        assert (values["telemetry_bytes"] > 0) == (world > 1), "of what travels between ranks"
+        assert values["telemetry_bytes"] % 8 == 0
+        assert values["telemetry_rows"] == 2
+        assert values["telemetry_collectives"] == (2 if world > 1 else 0)
+        assert values.get("steps_per_second", 1.0) > 0
+
+
+def test_steps_per_second_is_the_rate_between_flushes() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, 2))})
+    optimizer, sink = torch.optim.SGD(model.parameters(), lr=0.1), MemorySink()
+    with Tracker(model, optimizer, schedule=every(5, first=False), sinks=[sink], metrics="norms"):
+        for _ in range(10):
+            time.sleep(0.01)
+            optimizer.step()
+    (rate,) = [s.value for s in sink.scalars if s.name == "steps_per_second"]
+    assert 1 < rate <= 100, "five steps take at least 50 ms"
+
+
+def test_totals_of_all_parameters_and_of_every_role() -> None:
+    """Over the parameters that have the number: ‖W‖ of several is the root of the sum of their squares."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "up": nn.Linear(4, 6), "down": nn.Linear(6, 4, bias=False)})
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=generator)
+        p.grad = torch.randn(p.shape, generator=generator)
+    model["embed"].weight.grad = None
+    model["up"].weight.data[0, :2] = 0.0
+    optimizer, sink = torch.optim.SGD(model.parameters(), lr=0.5), MemorySink()
+    with Tracker(model, optimizer, schedule=every(1), sinks=[sink], metrics="full"):
+        optimizer.step()
+    assert sink.run is not None
+    roles = {p.name: p.role for p in sink.run.params}
+    names = {"embed": model["embed"].weight, "up": model["up"].weight, "up.bias": model["up"].bias}
+    names["down"] = model["down"].weight
+    assert set(names) == set(roles)
+    totals = {s.name: s.value for s in sink.scalars if is_total(s.name)}
+    groups = {"total": set(names), **{f"total.{r}": {n for n in names if roles[n] == r} for r in roles.values()}}
+    assert len(groups) > 3
+    expected: dict[str, float] = {}
+    for group, members in groups.items():
+        for quantity in ("weight", "grad", "update"):
+            there = {n: p for n, p in names.items() if n in members and (quantity == "weight" or p.grad is not None)}
+            if not there:
+                continue
+            of = {"weight": lambda p: p, "grad": lambda p: p.grad, "update": lambda p: -0.5 * p.grad}[quantity]
+            x = torch.cat([of(p).detach().double().flatten() for p in there.values()])
+            found = {
+                "rms": x.square().mean().sqrt(),
+                "frobenius": x.norm(),
+                "max_abs": x.abs().max(),
+                "mean_abs": x.abs().mean(),
+                "nonfinite": 0.0,
+                "zero_share": (x == 0).double().mean(),
+            }
+            if quantity == "update":
+                w = torch.cat([p.detach().double().flatten() for p in there.values()])
+                found["weight_ratio"] = x.norm() / w.norm()
+            expected |= {f"{quantity}_{name}/{group}": float(v) for name, v in found.items()}
+    assert set(totals) == set(expected)
+    for name, value in expected.items():
+        # weights and updates are those after and of the step, whose rounding a difference in float32 shows
+        assert totals[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
+
+
+def test_totals_of_one_role_are_not_written_twice() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, 2))})
+    optimizer, sink = torch.optim.SGD(model.parameters(), lr=0.1), MemorySink()
+    with Tracker(model, optimizer, schedule=every(1), sinks=[sink], metrics=["weight_rms", "weight_spectral"]):
+        optimizer.step()
+    assert [(s.step, s.name, s.value) for s in sink.scalars if is_total(s.name)] == [(1, "weight_rms/total", 1.0)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_logged_at_the_step_of_a_checkpoint_after_it_was_made(world: int) -> None:
+    """What is logged before and after ``state_dict()`` at one step is written once each, at that step."""
+
+    def job(rank: int, world: int) -> list[tuple[int, str, float]]:
+        layer, sink = torch.nn.Linear(2, 2), MemorySink()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        with Tracker(layer, optimizer, schedule=every(4), metrics="weight_rms", sinks=[sink]) as tracker:
+            for step in range(1, 6):
+                optimizer.step()
+                tracker.log(loss=float(step))
+                if step in (2, 3):
+                    tracker.state_dict()
+                    tracker.log(val=float(10 * step))
+        return sorted((s.step, s.name, s.value) for s in users(sink.scalars))
+
+    found = run_threads(job, world)[0] if world > 1 else job(0, 1)
+    assert found == [
+        (1, "loss", 1),
+        (2, "loss", 2),
+        (2, "val", 20),
+        (3, "loss", 3),
+        (3, "val", 30),
+        (4, "loss", 4),
+        (5, "loss", 5),
+    ]

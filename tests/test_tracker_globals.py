@@ -44,6 +44,7 @@ SCOPES: dict[str, Callable[[], Any]] = {
     "meta": lambda: torch.device("meta"),
     "no_grad": torch.no_grad,
     "deterministic": Scoped.deterministic,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
 
 

@@ -1,6 +1,7 @@
 """Gradients that are missing, frozen, sparse, not summed up yet, or not finite."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,7 +24,14 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def columns(sink: MemorySink, step: int, param: str) -> set[str]:
     (row,) = [r for r in sink.layers if (r.step, r.param) == (step, param)]
-    return {name.split("_")[0] for name in row.values}
+    return quantities(row.values)
+
+
+def quantities(values: Mapping[str, float]) -> set[str]:
+    """What was measured; how many pieces have no gradient is always told."""
+    found = {name.split("_")[0] for name in values if name != "grad_missing"}
+    assert values["grad_missing"] == 0 or "grad" not in found
+    return found
 
 
 # ---------------------------------------------------------------------- gradients that are not there
@@ -41,6 +49,8 @@ def test_a_head_that_is_never_used() -> None:
     assert torch.equal(model.second.weight, before)
     assert columns(sink, 5, "second") == {"weight", "momentum"}
     assert sink.value(5, "second", "momentum_max_abs") == 0
+    assert sink.value(5, "second", "grad_missing") == 1
+    assert sink.value(5, "up", "grad_missing") == 0
     assert {r.param for r in sink.selection} == {"up", "mid", "narrow"}
 
 
@@ -71,7 +81,9 @@ def without_gradients(rank: int, world: int) -> list[Any]:
 
 def test_no_gradient_anywhere_on_two_ranks() -> None:
     rows = {(r.step, r.param): r.values for r in run_forked(without_gradients, 2, timeout=20)[0]}
-    kinds = {key: {name.split("_")[0] for name in values} for key, values in rows.items()}
+    kinds = {key: quantities(values) for key, values in rows.items()}
+    missing = {key: values["grad_missing"] for key, values in rows.items()}
+    assert missing == {(1, "a"): 2, (1, "b"): 2, (2, "a"): 0, (2, "b"): 2}, "pieces on both ranks"
     assert kinds == {
         (1, "a"): {"weight"},
         (1, "b"): {"weight"},
@@ -99,7 +111,10 @@ def partial_gradients(rank: int, world: int) -> list[float]:
         tracker.flush()
         for row in sink.layers:
             truth = layer_values({"weight": full, "grad": whole, "momentum": whole, "update": 0 * whole}, "hidden")
-            errors.append(worst(row.values, truth))
+            values = dict(row.values)
+            settings = {name: values.pop(name) for name in ("grad_missing", "weight_decay", "update_lr")}
+            assert settings == dict.fromkeys(settings, 0.0)
+            errors.append(worst(values, truth))
     return errors
 
 

@@ -4,7 +4,9 @@ import pytest
 
 from scion_telemetry import words
 from scion_telemetry.dashboards.wandb_workspace import DEFAULT_COLUMNS
-from scion_telemetry.metrics.catalogue import METRICS, PRESETS, QUANTITIES, SELECTION_METRICS
+from scion_telemetry.metrics.catalogue import METRICS, PRESETS
+from scion_telemetry.metrics.declare import QUANTITIES
+from scion_telemetry.metrics.selection_columns import SELECTION_METRICS
 from scion_telemetry.rows import column
 
 LAYERS = [(column(q, m.name), q) for m in METRICS for q in m.quantities]
@@ -34,7 +36,19 @@ def test_an_unknown_column_keeps_its_name() -> None:
 
 
 def test_the_default_dashboard_shows_what_a_default_run_logs() -> None:
-    known = {name for name, _ in LAYERS} | {f"selection_{name}" for name in SELECTION}
-    assert set(DEFAULT_COLUMNS) <= known
-    logged = set(PRESETS["basic"]) | {f"selection_{name}" for name in SELECTION}
-    assert logged - set(DEFAULT_COLUMNS) == {"weight_spectral_upper", "update_spectral_upper"}
+    assert set(DEFAULT_COLUMNS) <= {name for name, _ in LAYERS} | {f"selection_{name}" for name in SELECTION}
+    settings = {"update_lr", "weight_decay", "weight_radius_share"}  # a column each, where a run says that it has them
+    bounds = {"weight_spectral_upper", "update_spectral_upper"}
+    assert set(PRESETS["basic"]) - set(DEFAULT_COLUMNS) == bounds | settings
+    first = (
+        "captured_mass",
+        "fraction",
+        "k",
+        "gini",
+        "participation_ratio",
+        "threshold",
+        "churn",
+        "age_p50",
+        "age_max",
+    )
+    assert {f"selection_{name}" for name in first} <= set(DEFAULT_COLUMNS)

@@ -188,6 +188,22 @@ def test_a_failing_sink_is_isolated_and_reported_when_it_fails_and_when_it_recov
     assert "No space left on device" in caplog.text
 
 
+class Exits(MemorySink):
+    """Calls sys.exit in writing, which is no Exception."""
+
+    def write(self, batch: Batch) -> None:
+        raise SystemExit(3)
+
+
+def test_a_sink_that_exits_neither_ends_the_worker_nor_stops_the_others() -> None:
+    bad, good = Exits(), MemorySink()
+    writer = Writer([bad, good])
+    for step in range(1, 41):  # more than the queue holds
+        writer.put(batch(step))
+    writer.close()
+    assert steps(good) == list(range(1, 41))
+
+
 def test_one_that_cannot_close_leaves_the_others_closed(caplog: pytest.LogCaptureFixture) -> None:
     sinks = (Fails(closing=True), MemorySink())
     Writer(sinks).close()

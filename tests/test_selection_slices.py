@@ -1,0 +1,273 @@
+"""slices.csv: what happened to every row over a run, however it ended, and the histograms of a window."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from tracked import gauss, named
+
+from scion_telemetry import Tracker, at, every, load_run
+from scion_telemetry.optim import Dion2
+from scion_telemetry.sinks import CsvSink, MemorySink
+from scion_telemetry.testing import run_forked
+
+pytestmark = pytest.mark.timeout(60)
+
+SHAPES = {"wide": (10, 4), "experts": (4, 6, 5), "square": (7, 7)}
+FRACTION, EF_DECAY = 0.3, 0.9
+Key = tuple[str, int, int]
+
+
+def gradient(name: str, step: int) -> Tensor:
+    shape, seed = SHAPES[name], 100 * step + list(SHAPES).index(name)
+    return gauss(*shape, seed=seed) * gauss(shape[-2], 1, seed=seed // 4).exp()
+
+
+class Training:
+    """Gradients of the number of the step alone; on several ranks rows, and experts, are apart."""
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
+        self.model = named(**{name: self.place(torch.ones(shape)) for name, shape in SHAPES.items()})
+        options: dict[str, Any] = {"selection_scope": "global", "select_dim": "rows", "ef_decay": EF_DECAY}
+        self.optimizer = Dion2(list(self.model.items()), fraction=FRACTION, **options)
+
+    def place(self, x: Tensor) -> Tensor:
+        return x if self.mesh is None else distribute_tensor(x, self.mesh, [Shard(0)], src_data_rank=None)
+
+    def steps(self, first: int, last: int) -> None:
+        for self.now in range(first, last + 1):
+            for name, p in self.model.items():
+                p.grad = self.place(gradient(name, self.now))
+            self.optimizer.step()
+
+    def tracker(self, schedule: Callable[[int], bool], *sinks: Any, **options: Any) -> Tracker:
+        return Tracker(self.model, self.optimizer, schedule=schedule, sinks=sinks, **options)
+
+
+def counted(flushes: list[int]) -> dict[Key, dict[str, float]]:
+    """The facts of every row, by following the momentum."""
+    found: dict[Key, dict[str, float]] = {}
+    for name, shape in SHAPES.items():
+        matrices, n = (shape[0] if len(shape) == 3 else 1), shape[-2]
+        momentum = torch.zeros(matrices, n, shape[-1])
+        times: Counter[tuple[int, int]] = Counter()
+        here: dict[tuple[int, int], list[float]] = {(b, i): [] for b in range(matrices) for i in range(n)}
+        everywhere: dict[tuple[int, int], list[float]] = {key: [] for key in here}
+        for step in range(1, flushes[-1] + 1):
+            momentum += gradient(name, step).view_as(momentum)
+            scores = momentum.double().abs().sum(-1).tolist()
+            for b, r in enumerate(scores):
+                chosen = sorted(range(n), key=lambda i, r=r: -r[i])[: math.ceil(FRACTION * n)]  # type: ignore[misc]
+                times.update((b, i) for i in chosen)
+                for i in chosen:
+                    momentum[b, i] *= EF_DECAY
+                for i in range(n) if step in flushes else ():
+                    everywhere[b, i].append(r[i])
+                    here[b, i] += [r[i]] if i in chosen else []
+        for (b, i), values in everywhere.items():
+            found[name, b, i] = {
+                "selected": times[b, i],
+                "steps": flushes[-1],
+                "score": sum(here[b, i]) / len(here[b, i]) if here[b, i] else math.nan,
+                "score_all": sum(values) / len(values),
+            }
+    return found
+
+
+def compare(path: Path, flushes: list[int]) -> None:
+    table = load_run(path).slices
+    assert list(table.columns) == ["param", "matrix", "index", "selected", "steps", "score", "score_all"]
+    expected = counted(flushes)
+    found = {(str(r.param), int(r.matrix), int(r.index)): r for r in table.itertuples(index=False)}
+    assert len(found) == len(table)
+    assert found.keys() == expected.keys()
+    for key, facts in expected.items():
+        for name, value in facts.items():
+            got = getattr(found[key], name)
+            exact = name in ("selected", "steps")
+            assert got == value if exact else got == pytest.approx(value, rel=1e-6, nan_ok=True), (key, name)
+    for name, shape in SHAPES.items():  # none is lost and none is counted twice
+        rows = table[table["param"] == name]
+        matrices = shape[0] if len(shape) == 3 else 1
+        assert rows["selected"].sum() == math.ceil(FRACTION * shape[-2]) * matrices * flushes[-1]
+
+
+def flushes(schedule: Callable[[int], bool], last: int) -> list[int]:
+    return [step for step in range(1, last + 1) if schedule(step)]
+
+
+@pytest.mark.parametrize("schedule", [every(1), every(4), every(5, first=False), at(3, 4, 17)], ids=str)
+def test_a_run_counts_every_selection_up_to_its_last_flush(schedule: Any, tmp_path: Path) -> None:
+    training = Training()
+    with training.tracker(schedule, CsvSink(tmp_path / "run")):
+        training.steps(1, 18)
+    compare(tmp_path / "run", flushes(schedule, 18))
+
+
+@contextmanager
+def _stops() -> Iterator[None]:
+    with pytest.raises(ZeroDivisionError):
+        yield
+
+
+def test_a_run_that_ends_in_an_exception(tmp_path: Path) -> None:
+    training = Training()
+    with _stops(), training.tracker(every(4), CsvSink(tmp_path / "run")):
+        training.steps(1, 14)
+        raise ZeroDivisionError
+    compare(tmp_path / "run", [1, 4, 8, 12])
+
+
+def test_a_step_that_raises_between_its_selection_and_its_flush(tmp_path: Path) -> None:
+    """Of a step that never ended nothing is told."""
+    training = Training()
+
+    def raises(_: object) -> None:
+        if training.now == 12:
+            raise ZeroDivisionError
+
+    with _stops(), training.tracker(every(4), CsvSink(tmp_path / "run")):
+        training.optimizer.register_step_observer(raises)
+        training.steps(1, 14)
+    assert training.now == 12
+    compare(tmp_path / "run", [1, 4, 8])
+
+
+def test_without_a_flush_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    training = Training()
+    with training.tracker(at(100), CsvSink(tmp_path / "run")):
+        training.steps(1, 5)
+    assert load_run(tmp_path / "run").slices.empty
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_tell_of_all_rows(world: int, tmp_path: Path) -> None:
+    def run(rank: int, world: int) -> None:
+        training = Training(rank, world)
+        with training.tracker(every(3), CsvSink(tmp_path / "run")):
+            training.steps(1, 10)
+
+    run_forked(run, world, timeout=50)
+    compare(tmp_path / "run", [1, 3, 6, 9])
+
+
+def test_ranks_tell_of_all_rows_after_an_exception_on_every_one(tmp_path: Path) -> None:
+    def run(rank: int, world: int) -> None:
+        training = Training(rank, world)
+        with _stops(), training.tracker(every(3), CsvSink(tmp_path / "run")):
+            training.steps(1, 10)
+            raise ZeroDivisionError
+
+    run_forked(run, 2, timeout=50)
+    compare(tmp_path / "run", [1, 3, 6, 9])
+
+
+# ---------------------------------------------------------------------- resumed
+
+SAVED, END = 8, 17
+
+
+def part(path: Path, first: int, last: int, state: Any, rank: int, world: int) -> Any:
+    """Steps of a run; those before ``first`` stand for the optimizer's own checkpoint."""
+    training = Training(rank, world)
+    training.steps(1, first - 1)
+    again = state is not None
+    with training.tracker(every(3), CsvSink(path, resume=again), resume=state) as tracker:
+        training.steps(first, last)
+        return tracker.state_dict()
+
+
+def on(world: int, *args: Any) -> Any:
+    if world == 1:
+        return part(*args, 0, 1)
+    return run_forked(lambda r, w: part(*args, r, w), world, timeout=50)[-1]
+
+
+@pytest.mark.parametrize("worlds", [(1, 1, 1), (1, 2, 4), (4, 1, 2), (2, 4, 1)], ids=str)
+def test_a_run_that_went_on_twice_on_other_numbers_of_ranks(worlds: tuple[int, int, int], tmp_path: Path) -> None:
+    """Saved between flushes: what was counted since the one before goes on."""
+    path = tmp_path / "run"
+    state = on(worlds[0], path, 1, SAVED, None)
+    compare(path, [1, 3, 6])
+    state = on(worlds[1], path, SAVED + 1, 13, state)
+    compare(path, [1, 3, 6, 9, 12])
+    on(worlds[2], path, 14, END, state)
+    compare(path, [1, 3, 6, 9, 12, 15])
+
+
+def test_rows_that_are_selected_from_otherwise_after_a_resume_start_anew(tmp_path: Path) -> None:
+    """Columns of a matrix say nothing of its rows, and cannot be added to them."""
+
+    def run(select: str, first: int, last: int, state: Any) -> Any:
+        model = named(w=torch.ones(6, 6), v=torch.ones(4, 6))
+        optimizer = Dion2(model.parameters(), fraction=0.5, select_dim=select)
+        sink = CsvSink(tmp_path / "run", resume=state is not None)
+        with Tracker(model, optimizer, schedule=every(1), sinks=[sink], resume=state) as tracker:
+            for step in range(first, last + 1):
+                for i, p in enumerate(model.parameters()):
+                    p.grad = gauss(*p.shape, seed=10 * step + i)
+                optimizer.step()
+            return tracker.state_dict()
+
+    run("cols", 6, 8, run("rows", 1, 5, None))
+    run_rows = load_run(tmp_path / "run")
+    table = run_rows.slices
+    assert len(table) == 12, "six columns of each"
+    assert table["selected"].sum() == 2 * 3 * 3
+    assert set(table["steps"]) == {3}
+    assert run_rows.selection["step"].tolist() == [s for s in range(1, 9) for _ in range(2)]
+    first = run_rows.selection[run_rows.selection["step"] == 6]
+    assert first["churn"].isna().all(), "there is no selection to compare with"
+    assert (first["age_max"] == 1).all(), "columns are as old as the tracker that sees them"
+
+
+# ---------------------------------------------------------------------- what is asked for
+
+
+def test_gradient_columns_and_histograms_are_there_when_asked_for_alone() -> None:
+    extras = ("selection_gradient", "selection_frequencies")
+    for chosen in ((), extras[:1], extras[1:], extras):
+        training, sink = Training(), MemorySink()
+        with training.tracker(every(4, first=False), sink, metrics=["norms", *chosen]):
+            training.steps(1, 12)
+        assert sink.run is not None
+        columns = {c for r in sink.selection for c in r.values}
+        of_gradient = {c for c in columns if c.startswith("grad_") or c == "ef_growth"}
+        assert len(of_gradient) == (18 if extras[0] in chosen else 0)
+        assert sink.run.histograms == (extras[1:] if extras[1] in chosen else ())
+        assert {h.name for h in sink.histograms} == set(sink.run.histograms)
+
+
+def test_extras_are_measured_as_often_as_they_are_asked_for() -> None:
+    training, sink = Training(), MemorySink()
+    often = {"norms": 1, "selection_gradient": 2, "selection_frequencies": 3}
+    with training.tracker(every(2, first=False), sink, metrics=often):
+        training.steps(1, 12)
+    assert sorted({r.step for r in sink.selection}) == [2, 4, 6, 8, 10, 12]
+    assert sorted({r.step for r in sink.selection if "grad_gini" in r.values}) == [2, 6, 10]
+    assert sorted({h.step for h in sink.histograms}) == [2, 8]
+
+
+def test_histograms_of_frequencies_hold_every_row_of_the_window() -> None:
+    training, sink = Training(), MemorySink()
+    with training.tracker(every(4, first=False), sink, metrics=["norms", "selection_frequencies"]):
+        training.steps(1, 8)
+    before, after = counted([4]), counted([4, 8])
+    assert len(sink.histograms) == 2 * len(SHAPES)
+    for histogram in sink.histograms:
+        rows = [key for key in after if key[0] == histogram.param]
+        times = [(before if histogram.step == 4 else after)[key]["selected"] for key in rows]
+        if histogram.step == 8:
+            times = [t - before[key]["selected"] for key, t in zip(rows, times, strict=True)]
+        expected = Counter(math.floor(4 * math.log2(t / 4)) / 4 if t else -math.inf for t in times)
+        assert dict(zip(histogram.log2, histogram.count, strict=True)) == expected
+        assert sum(histogram.mass) == pytest.approx(sum(times) / 4)
