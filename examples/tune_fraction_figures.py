@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from tune_fraction_predict import agreement, by_balance, predict
-from tune_fraction_report import costs, losses, rates, scopes
+from tune_fraction_report import costs, horizons, losses, rates, scopes
 from tune_fraction_study import Study, late
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#6B6B6B"
@@ -59,15 +59,29 @@ def loss(study: Study) -> Figure:
         left.plot(x, [row[i] for row in table.rows], "o", color=colour, alpha=0.8, label=table.columns[i])
     left.plot(x, [row[seeds[-1] + 1] for row in table.rows], "-", color=GREY, label="mean")
     left.set_title("Same learning rate at every fraction")
-    grid = rates(study)
-    for i, colour in zip(range(1, len(grid.columns) - 2), COLOURS, strict=False):
-        right.plot(x, [row[i] for row in grid.rows], "o-", color=colour, label=grid.columns[i])
-    right.set_title("By learning rate, seed 0")
+    _by_rate(right, study)
     for ax in (left, right):
         _fractions(ax, x)
         ax.set_ylabel("validation loss, nats a byte")
         ax.legend(frameon=False, fontsize=9)
     return figure
+
+
+def _by_rate(ax: Axes, study: Study) -> None:
+    grid, title = rates(study), "By learning rate, seed 0"
+    main = grid.columns.index(f"lr {study.sweep['lr'].iloc[0]:g}")
+    worst = max(row[main] for row in grid.rows)
+    for i, colour in zip(range(1, len(grid.columns) - 2), COLOURS, strict=False):
+        values = [row[i] for row in grid.rows]
+        if np.nanmin(values) > worst:
+            title += f"\n({grid.columns[i]}: {np.nanmin(values):.2f} to {np.nanmax(values):.2f}, not drawn)"
+        else:
+            ax.plot([row[0] for row in grid.rows], values, "o-", color=colour, label=grid.columns[i])
+    kept = horizons(study).rows
+    if kept:
+        label = f"lr {kept[0][1]:g}, horizon kept at {kept[0][6]:.0f} steps"
+        ax.plot([row[0] for row in kept], [row[7] for row in kept], "kD--", markersize=5, label=label)
+    ax.set_title(title, fontsize=11)
 
 
 def frequencies(study: Study) -> Figure:
@@ -160,23 +174,28 @@ def shards(study: Study) -> Figure:
         values = table[columns].mean()
         at = [int(c.removeprefix("regret_at_")) for c in columns]
         left.plot(at, values.to_numpy().T, color=GREY, linewidth=0.7, alpha=0.6)
-        left.plot(at, values.mean().to_numpy(), "o-", color=BLUE, label="mean over matrices, as if in shards")
+        left.plot(
+            at, values.mean().to_numpy(), "o-", color=BLUE, label="as if in shards, of a whole run (each matrix grey)"
+        )
     for row in scopes(study).rows:
         if row[1] in ("local", "global"):
             left.plot([row[0]], [row[4]], "s", color=RED if row[1] == "local" else GREEN)
     left.plot([], [], "s", color=RED, label="measured, local scope")
     left.plot([], [], "s", color=GREEN, label="measured, global scope")
     left.set_xscale("log", base=2)
+    left.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
     left.set_xlabel("shards")
     left.set_ylabel("regret")
+    left.set_ylim(top=1.3 * left.get_ylim()[1])  # room for the legend
     left.legend(frameon=False, fontsize=9)
     rows = scopes(study).rows
     colours = {"whole": GREY, "local": RED, "global": GREEN}
-    right.bar(range(len(rows)), [row[2] for row in rows], color=[colours[row[1]] for row in rows])
-    right.set_xticks(range(len(rows)), [f"{row[0]} {row[1]}" for row in rows], rotation=20)
-    low, high = min(row[2] for row in rows), max(row[2] for row in rows)
-    right.set_ylim(low - max(0.01, high - low), high + max(0.01, high - low))
-    right.set_ylabel("validation loss (axis does not start at 0)")
+    for place, row in enumerate(rows):
+        right.plot([place], [row[2]], "o", color=colours[row[1]], markersize=9)
+    right.set_xticks(range(len(rows)), [f"{row[0]} {row[1]}" for row in rows])
+    right.margins(0.15, 0.3)
+    right.set_xlabel("ranks and scope")
+    right.set_ylabel("validation loss, one run each")
     return figure
 
 

@@ -44,6 +44,8 @@ def _text(cell: Any) -> str:
         return "-"
     if abs(cell) >= 1000:
         return f"{cell:,.0f}"
+    if abs(cell) >= 10:
+        return f"{cell:.1f}"
     return f"{cell:.4f}".rstrip("0").rstrip(".") if abs(cell) >= 0.01 or cell == 0 else f"{cell:.2g}"
 
 
