@@ -39,6 +39,7 @@ class Collector:
         rank: This rank in the plan.
         group: Ranks to reduce over; None for one process.
         step: Steps taken so far.
+        selects: Whether selections are measured at some flushes; their history is kept only then.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Collector:
         rank: int,
         group: dist.ProcessGroup | None,
         step: int,
+        selects: bool = True,
     ) -> None:
         self._plan = plan
+        self.selects = selects
         self._group = group
         self.device = next(iter(params.values())).device if params else torch.device("cpu")
         self.numbers = {params[p.spec.info.name]: n for n, p in enumerate(plan) if p.spec.info.name in params}
@@ -59,7 +62,7 @@ class Collector:
         }
         self._by_number = {mine.number: mine for mine in self._mine.values()}
         told = {p: mine.slices for p, mine in self._mine.items() if mine.slices is not None and mine.tells}
-        self.log = SelectionLog(told, self.device, step)
+        self.log = SelectionLog(told if selects else {}, self.device, step)
         self.cut = Cut(plan, group, self.device)
         self.memory = Memory(self.device)
         self._sheet = Sheet(self._by_number, self.device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from scion_telemetry.chosen import COLUMNS as SLICE_COLUMNS
-from scion_telemetry.metrics.choice import FREQUENCIES, Choice
+from scion_telemetry.metrics.choice import FREQUENCIES, SELECTION, Choice
 from scion_telemetry.metrics.selection_columns import SELECTION_METRICS
 from scion_telemetry.plan import Planned
 from scion_telemetry.rows import ParamInfo, RunInfo, Value
@@ -83,7 +83,7 @@ def run_info(
     start_step: int,
 ) -> RunInfo:
     """What sinks learn of the run."""
-    selects = any(p.spec.select_dim is not None for p in plan)
+    selects = SELECTION in choice.extras and any(p.spec.select_dim is not None for p in plan)
     frequencies = (FREQUENCIES,) if selects and FREQUENCIES in choice.extras else ()
     units = {**choice.units(), **({m.name: m.unit for m in SELECTION_METRICS} if selects else {})}
     return RunInfo(

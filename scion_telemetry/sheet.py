@@ -10,7 +10,7 @@ from torch import Tensor
 from scion_telemetry.describe import Setting
 from scion_telemetry.metrics import norms
 from scion_telemetry.metrics.catalogue import SIGMA
-from scion_telemetry.metrics.choice import GRADIENT, Choice
+from scion_telemetry.metrics.choice import GRADIENT, SELECTION, Choice
 from scion_telemetry.metrics.declare import Merge, Partial
 from scion_telemetry.metrics.pieces import MatrixShape
 from scion_telemetry.optim.events import Selection
@@ -61,7 +61,7 @@ def make_schema(plan: Sequence[Planned], choice: Choice) -> Schema:
             for partial in partials:
                 matrices = partial.name in _OF_MATRICES
                 yield quantity, partial, [None if matrices and p.shape.vector else p.shape for p in plan]
-        if any(selections := selected_shapes(plan)):
+        if SELECTION in choice.extras and any(selections := selected_shapes(plan)):
             for partial in (*_SELECTION, *((_GRADIENT,) if GRADIENT in choice.extras else ())):
                 yield "selection", partial, selections
 

@@ -78,7 +78,7 @@ class Shown:
             self._select(event, told, step, flush)
         measured = [i for i, p in enumerate(event.params) if p in self._mine]
         if flush is not None:
-            if event.selections:
+            if event.selections and SLICES in flush.buffers:
                 flush.chosen.update({event.params[i]: event.selections[i] for i in measured})
             whole = Whole()
             if measured and flush.choice.names("update"):

@@ -20,7 +20,7 @@ def gather(
     collector: Collector, finisher: Finisher, plan: Sequence[Planned], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
     """When rows were last selected and how often, and the vectors that singular values start from; on all ranks."""
-    shapes = selected_shapes(plan)
+    shapes = selected_shapes(plan) if collector.selects else [None] * len(plan)
     sizes = [0 if s is None else s.batch * s.rows for s in shapes]
     starts = [sum(sizes[:n]) for n in range(len(plan))]
     rows = torch.zeros(2, sum(sizes), dtype=torch.float64, device=collector.device)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scion_telemetry import describe, state
 from scion_telemetry.collect import Collector
 from scion_telemetry.finish import Finisher
-from scion_telemetry.metrics.choice import Metrics, choose
+from scion_telemetry.metrics.choice import SELECTION, Metrics, choose
 from scion_telemetry.optim.events import StepEvent
 from scion_telemetry.plan import agree, make_plan, require_equal, warn_of_different_replicas
 from scion_telemetry.reduce import Buffers, HostBuffers, Schema, drop_group, own_group
@@ -145,7 +145,7 @@ class Tracker:
             self._choice = choose(metrics)
             params.update(describe.parameters(self._model, self._optimizers))
             specs = describe.describe(self._model, self._optimizers, params)
-            names = [*self._choice.units()]
+            names = [*self._choice.units(), *sorted(self._choice.extras)]
             return specs, name_of(self._schedule), (names, dict(self._choice.every)), (self._step, self._flushes)
 
         everybody = agree(mine, self._group)
@@ -160,7 +160,14 @@ class Tracker:
 
     def _attach(self, params: Mapping[str, Tensor]) -> None:
         with torch.inference_mode(False):  # what is kept is changed later, also outside of where the tracker was made
-            self._collector = Collector(self._plan, params, rank=self._rank, group=self._group, step=self._step)
+            self._collector = Collector(
+                self._plan,
+                params,
+                rank=self._rank,
+                group=self._group,
+                step=self._step,
+                selects=SELECTION in self._choice.extras,
+            )
         self._finisher = Finisher(self._plan)
         self._known = self._parameters()
         self._roles = {p: self._plan[n].spec.info.role for p, n in self._collector.numbers.items()}

@@ -144,7 +144,7 @@ def run(steps: int, schedule: object, grads: object, shape: tuple[int, int] = (4
             times[i] += 1
 
     optimizer.register_step_observer(see)
-    with Tracker(model, optimizer, schedule=schedule, metrics=["weight_rms"], sinks=[sink]):  # type: ignore[arg-type]
+    with Tracker(model, optimizer, schedule=schedule, metrics=["weight_rms", "selection"], sinks=[sink]):  # type: ignore[arg-type]
         for step in range(1, steps + 1):
             model["w"].grad = grads(step)  # type: ignore[operator]
             optimizer.step()

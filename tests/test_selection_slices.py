@@ -252,9 +252,38 @@ def test_extras_are_measured_as_often_as_they_are_asked_for() -> None:
     often = {"norms": 1, "selection_gradient": 2, "selection_frequencies": 3}
     with training.tracker(every(2, first=False), sink, metrics=often):
         training.steps(1, 12)
-    assert sorted({r.step for r in sink.selection}) == [2, 4, 6, 8, 10, 12]
+    assert sorted({r.step for r in sink.layers}) == [2, 4, 6, 8, 10, 12]
+    assert sorted({r.step for r in sink.selection}) == [2, 6, 8, 10]  # each of the extras brings the selection
     assert sorted({r.step for r in sink.selection if "grad_gini" in r.values}) == [2, 6, 10]
     assert sorted({h.step for h in sink.histograms}) == [2, 8]
+
+
+def test_a_selection_that_is_measured_less_often_counts_over_its_own_window() -> None:
+    """Norms at every flush, selections at every third one: the same rows as of a tracker that flushes so rarely."""
+    sinks = [MemorySink(), MemorySink()]
+    ways = (every(2, first=False), {"norms": 1, "selection": 3}), (at(2, 8), ["norms", "selection"])
+    for sink, (schedule, metrics) in zip(sinks, ways, strict=True):
+        training = Training()
+        with training.tracker(schedule, sink, metrics=metrics):
+            training.steps(1, 12)
+    often, rarely = ([(r.step, r.param, r.values) for r in sink.selection] for sink in sinks)
+    assert {step for step, _, _ in often} == {2, 8}
+    assert repr(often) == repr(rarely)  # NaN is not equal to itself
+    assert {r.step for r in sinks[0].layers} == {2, 4, 6, 8, 10, 12}
+
+
+def test_nothing_of_a_selection_is_kept_or_told_where_none_is_asked_for() -> None:
+    training, sink = Training(), MemorySink()
+    with training.tracker(every(2, first=False), sink, metrics=["norms"]) as tracker:
+        training.steps(1, 4)
+        state = tracker.state_dict()
+    assert not sink.selection and not sink.run.selection_columns and not sink.run.slice_columns
+    assert not state["selections"]
+    later = MemorySink()
+    with training.tracker(every(2), later, metrics=["selection"], resume=state):
+        training.steps(5, 8)
+    assert {r.step for r in later.selection} == {6, 8}
+    assert all(r.values["age_max"] <= r.step - 4 for r in later.selection)  # counted from where it was asked for
 
 
 def test_histograms_of_frequencies_hold_every_row_of_the_window() -> None:

@@ -231,7 +231,7 @@ def test_dion3_tells_of_its_selection_as_dion2_does() -> None:
 def test_without_momentum_columns_the_energy_is_not_told() -> None:
     model = named(w=torch.ones(6, 8))
     optimizer, sink = Dion2(model.parameters(), fraction=0.25), MemorySink()
-    with Tracker(model, optimizer, schedule=every(1), metrics=["weight_rms"], sinks=[sink]):
+    with Tracker(model, optimizer, schedule=every(1), metrics=["weight_rms", "selection"], sinks=[sink]):
         model["w"].grad = grads((6, 8), 1, 1)[0]
         optimizer.step()
     (row,) = sink.selection

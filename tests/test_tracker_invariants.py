@@ -90,7 +90,7 @@ def test_two_trackers_on_one_optimizer_are_two_trackers() -> None:
     optimizer, sinks = OPTIMIZERS["Dion2"](model), (MemorySink(), MemorySink())
     with (
         Tracker(model, optimizer, schedule=every(1), sinks=[sinks[0]]),
-        Tracker(model, optimizer, schedule=every(2, first=False), metrics="norms", sinks=[sinks[1]]),
+        Tracker(model, optimizer, schedule=every(2, first=False), metrics=["norms", "selection"], sinks=[sinks[1]]),
     ):
         for step in range(1, 5):
             backward(model, step)

@@ -124,7 +124,7 @@ def test_muon_and_adamw_are_one_row_a_step(order: str) -> None:
 def test_dion2_beside_adamw_shows_updates_of_one_and_keeps_copies_for_the_other() -> None:
     model, _, adamw = two_kinds()
     dion2, sink = Dion2([model["matrix"]], lr=0.1, fraction=0.5, weight_decay=0.0), MemorySink()
-    with Tracker(model, [dion2, adamw], schedule=every(1), metrics="norms", sinks=[sink]) as tracker:
+    with Tracker(model, [dion2, adamw], schedule=every(1), metrics=["norms", "selection"], sinks=[sink]) as tracker:
         for step in (1, 2):
             set_grads(model, step)
             before = weights(model)

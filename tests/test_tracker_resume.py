@@ -21,7 +21,7 @@ from scion_telemetry.testing import run_forked
 pytestmark = pytest.mark.timeout(120)
 
 SHAPES = {"wide": (10, 4), "tall": (7, 9), "experts": (4, 6, 5), "bias": (5,)}
-METRICS: Mapping[str, int] = {"norms": 1, "spectral": 3, "weight_row_norms": 2}
+METRICS: Mapping[str, int] = {"norms": 1, "selection": 1, "spectral": 3, "weight_row_norms": 2}
 SAVED, LOST, END = 7, 9, 14
 ESTIMATED = ("spectral", "rank", "sigma", "rms_to_rms", "coherence", "radius_share", "gram", "polar")
 OWN = ("telemetry_ms", "telemetry_bytes", "telemetry_collectives", "steps_per_second")

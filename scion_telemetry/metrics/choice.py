@@ -11,13 +11,16 @@ from scion_telemetry.metrics.declare import QUANTITIES, HistogramMetric, Metric,
 from scion_telemetry.rows import column
 
 Names: TypeAlias = str | Metric | Sequence[object]
+SELECTION = "selection"
 GRADIENT = "selection_gradient"
 FREQUENCIES = "selection_frequencies"
 EXTRAS: Mapping[str, str] = {
-    GRADIENT: "columns of a selection that need the gradient's scores: one more number a row, and a pass over it",
-    FREQUENCIES: "histograms of how often rows were selected since the flush before",
+    SELECTION: "columns of what Dion2 selects: one number a row",
+    GRADIENT: "and those that need the gradient's scores: one more number a row, and a pass over it",
+    FREQUENCIES: "and histograms of how often rows were selected since the flush before",
 }
-"""Names beside those of metrics, and what they choose. All other columns of selections are always there."""
+"""Names beside those of metrics, and what they choose; each of the later ones brings the first."""
+_EXTRAS_OF = {"basic": (SELECTION,), "full": (SELECTION, GRADIENT)}
 
 Metrics: TypeAlias = Names | Mapping[str, int]
 """A preset, a list of names and metrics of one's own, or names with how many flushes lie between measurements."""
@@ -75,7 +78,7 @@ class Choice:
             self._parts[key] = Choice(
                 columns=tuple(c for c in self.columns if c[0] not in key),
                 histograms=tuple(h for h in self.histograms if h[0] not in key),
-                extras=self.extras - key,
+                extras=_with_selection(self.extras - key),
             )
         return self._parts[key]
 
@@ -90,11 +93,15 @@ class Choice:
         return columns | histograms | ({FREQUENCIES: "1"} if FREQUENCIES in self.extras else {})
 
 
+def _with_selection(extras: frozenset[str]) -> frozenset[str]:
+    return extras | {SELECTION} if extras else extras
+
+
 def choose(metrics: Metrics = "basic") -> Choice:
     """The columns of a preset, or of a list of columns (``weight_rms``), metrics (``rms``), presets and own metrics.
 
-    A dict says how often: ``{"norms": 1, "spectral": 5}`` measures norms at every flush, and what only ``spectral`` has
-    at every fifth one.
+    A dict says how often: ``{"norms": 1, "selection": 10}`` measures norms at every flush, and selections at every
+    tenth one.
 
     Raises:
         ValueError: For a name that is none of these, with the known ones; for a multiple that is no whole number >= 1,
@@ -156,9 +163,9 @@ def _found(item: str | Metric, known: Mapping[str, tuple[str, Metric | Histogram
     if isinstance(item, Metric):
         return [name for name, (_, m) in known.items() if m is item]
     if item in EXTRAS:
-        return [item]
+        return sorted(_with_selection(frozenset((item,))))
     if item in PRESETS:
-        return [*PRESETS[item], *([GRADIENT] if item == "full" else [])]
+        return [*PRESETS[item], *_EXTRAS_OF.get(item, ())]
     if item in known:
         return [item]
     if found := [name for name, (_, m) in known.items() if m.name == item]:
