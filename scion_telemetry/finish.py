@@ -1,20 +1,20 @@
 """From merged partial results to rows: finishing formulas, totals, histograms. Runs on the worker thread of rank 0."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from itertools import compress
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, compress
 
 import numpy as np
 
 from scion_telemetry.chosen import Selections, Tally
 from scion_telemetry.metrics import relations
-from scion_telemetry.metrics.choice import FREQUENCIES, Choice
+from scion_telemetry.metrics.choice import FREQUENCIES, ROWS, Choice
 from scion_telemetry.metrics.declare import Array, Measured, Metric, Shapes
-from scion_telemetry.metrics.selection import frequency
+from scion_telemetry.metrics.selection import Selected, frequency
 from scion_telemetry.metrics.selection_columns import finish_selection
 from scion_telemetry.plan import Planned
 from scion_telemetry.reduce import HostBuffers
-from scion_telemetry.rows import Batch, Histogram, Row, Scalar
+from scion_telemetry.rows import Batch, Chosen, Histogram, Row, Scalar
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Finisher:
             histograms = self._histograms(step, choice, measured)
         self._warn(measured)
         layers = tuple(Row(step=step, param=n, values=v) for n, v in zip(self._names, rows, strict=True) if v)
-        selection, frequencies = self._selection(step, choice, host)
+        selection, frequencies, selected = self._selection(step, choice, host)
         count = Scalar(step=step, name="telemetry_rows", value=float(len(layers) + len(selection)))
         return Batch(
             step=step,
@@ -65,6 +65,7 @@ class Finisher:
             selection=selection,
             scalars=(*scalars, count, *totals),
             histograms=histograms + frequencies,
+            selected=selected,
         )
 
     def _warn(self, measured: Measured) -> None:
@@ -95,17 +96,29 @@ class Finisher:
                     found.append(self._histogram(step, n, name, values))
         return tuple(found)
 
-    def _selection(self, step: int, choice: Choice, host: HostBuffers) -> tuple[tuple[Row, ...], tuple[Histogram, ...]]:
+    def _selection(
+        self, step: int, choice: Choice, host: HostBuffers
+    ) -> tuple[tuple[Row, ...], tuple[Histogram, ...], tuple[Chosen, ...]]:
         found: dict[int, Mapping[str, float]] = {}
         histograms: list[Histogram] = []
+        chosen: dict[int, list[Chosen]] = {}
         for numbers, selected in self._selections.read(host):
             found.update(zip(numbers, finish_selection(selected), strict=True))
             self.tally.add(numbers, selected)
             if FREQUENCIES in choice.extras:
                 each = zip(numbers, frequency(selected), strict=True)
                 histograms += [self._histogram(step, n, FREQUENCIES, values.ravel()) for n, values in each if found[n]]
-        rows = tuple(Row(step=step, param=self._names[n], values=found[n]) for n in sorted(found) if found[n])
-        return rows, tuple(histograms)
+            if ROWS in choice.extras:
+                chosen.update(zip(numbers, self._chosen(step, numbers, selected), strict=True))
+        there = [n for n in sorted(found) if found[n]]
+        rows = tuple(Row(step=step, param=self._names[n], values=found[n]) for n in there)
+        return rows, tuple(histograms), tuple(chain.from_iterable(chosen[n] for n in there if n in chosen))
+
+    def _chosen(self, step: int, numbers: Sequence[int], selected: Selected) -> Iterator[list[Chosen]]:
+        packed = np.packbits(selected.selected, axis=-1)
+        for n, matrices in zip(numbers, packed, strict=True):
+            facts = {"step": step, "param": self._names[n], "count": selected.n}
+            yield [Chosen(matrix=b, rows=rows.tobytes(), **facts) for b, rows in enumerate(matrices)]
 
     def _histogram(self, step: int, number: int, name: str, values: Array) -> Histogram:
         log2, count, mass = relations.histogram(values)

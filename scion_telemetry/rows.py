@@ -58,6 +58,7 @@ class RunInfo:
         versions: Package versions: ``{"torch": "2.13.0", ...}``.
         histograms: Names of the histograms that may come. Empty when none do.
         slice_columns: Columns of ``slices``, in order. Empty when nothing is told of single rows.
+        selection_rows: Whether batches may tell which rows were selected.
     """
 
     attributes: Mapping[str, Value]
@@ -71,6 +72,7 @@ class RunInfo:
     versions: Mapping[str, str]
     histograms: tuple[str, ...] = ()
     slice_columns: tuple[str, ...] = ()
+    selection_rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +143,26 @@ class Slice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """Which rows or columns of one matrix an optimizer selected at a step: one bit each.
+
+    Args:
+        step: Number of optimizer steps taken, 1 for the first.
+        param: ``ParamInfo.name``.
+        matrix: Number of the stacked matrix or head, 0 for a single one.
+        count: How many rows or columns it selects from.
+        rows: A set bit for each selected one, eight a byte, the first in the highest bit; the last byte is filled with
+            zeros: ``numpy.packbits`` makes it, and ``numpy.unpackbits(..., count=count)`` reads it.
+    """
+
+    step: int
+    param: str
+    matrix: int
+    count: int
+    rows: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """All that one flush brings. Scalars may belong to earlier steps than the rows; steps never go backwards.
 
@@ -151,6 +173,7 @@ class Batch:
         scalars: In ascending order of step, then of first use.
         histograms: Distributions, of the steps of the rows.
         slices: Every slice of the run, in the batch that ends it; otherwise empty.
+        selected: What was selected, of the steps of the rows: one a matrix.
     """
 
     step: int
@@ -159,6 +182,7 @@ class Batch:
     scalars: tuple[Scalar, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     slices: tuple[Slice, ...] = ()
+    selected: tuple[Chosen, ...] = ()
 
 
 class Sink(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from scion_telemetry.chosen import COLUMNS as SLICE_COLUMNS
-from scion_telemetry.metrics.choice import FREQUENCIES, SELECTION, Choice
+from scion_telemetry.metrics.choice import FREQUENCIES, ROWS, SELECTION, Choice
 from scion_telemetry.metrics.selection_columns import SELECTION_METRICS
 from scion_telemetry.plan import Planned
 from scion_telemetry.rows import ParamInfo, RunInfo, Value
@@ -93,6 +93,7 @@ def run_info(
         selection_columns=tuple(m.name for m in SELECTION_METRICS) if selects else (),
         histograms=(*(name for name, _, _ in choice.histograms), *frequencies),
         slice_columns=SLICE_COLUMNS if selects else (),
+        selection_rows=selects and ROWS in choice.extras,
         units=units,
         schedule=schedule,
         world_size=world_size,

@@ -14,10 +14,12 @@ Names: TypeAlias = str | Metric | Sequence[object]
 SELECTION = "selection"
 GRADIENT = "selection_gradient"
 FREQUENCIES = "selection_frequencies"
+ROWS = "selection_rows"
 EXTRAS: Mapping[str, str] = {
     SELECTION: "columns of what Dion2 selects: one number a row",
     GRADIENT: "and those that need the gradient's scores: one more number a row, and a pass over it",
     FREQUENCIES: "and histograms of how often rows were selected since the flush before",
+    ROWS: "and which rows were selected at each flush",
 }
 """Names beside those of metrics, and what they choose; each of the later ones brings the first."""
 _EXTRAS_OF = {"basic": (SELECTION,), "full": (SELECTION, GRADIENT)}

@@ -10,6 +10,7 @@ Two ways give the same numbers:
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -46,17 +47,12 @@ def measure(pieces: Sequence[Tensor], wanted: frozenset[str], scale: float = 1.0
         Float64 by name: ``[N]`` of ``WHOLE``; of ``VECTORS`` the numbers of all pieces one after another.
     """
     names = wanted - {"pieces"}
-    found: list[dict[str, Tensor]] = [{}] * len(pieces)
     alike: dict[tuple[object, ...], list[int]] = {}
     for i, x in enumerate(pieces):
-        alike.setdefault((x.shape, x.dtype), []).append(i)
-    for which in alike.values():
-        for i, values in zip(which, _measure([pieces[i] for i in which], names), strict=True):
-            found[i] = values
-    results = {
-        name: torch.stack([v[name] for v in found]) if name in WHOLE else torch.cat([v[name] for v in found])
-        for name in (names if pieces else ())
-    }
+        alike.setdefault((x.shape, x.stride(), x.dtype), []).append(i)
+    groups = [_alike([pieces[i] for i in which], names) for which in alike.values()]
+    order = [i for which in alike.values() for i in which]
+    results = {name: _in_order([g[name] for g in groups], order, name in WHOLE) for name in names if groups}
     if pieces and "pieces" in wanted:
         results["pieces"] = torch.ones(len(pieces), dtype=torch.float64, device=pieces[0].device)
     if scale != 1.0:
@@ -67,94 +63,108 @@ def measure(pieces: Sequence[Tensor], wanted: frozenset[str], scale: float = 1.0
     return results
 
 
-def _measure(xs: Sequence[Tensor], wanted: frozenset[str]) -> list[dict[str, Tensor]]:
-    """Partial results of pieces of one shape and dtype."""
+def _in_order(groups: Sequence[Tensor], order: Sequence[int], whole: bool) -> Tensor:
+    """Results of groups ``[n]`` or ``[n, L]`` as those of the pieces one after another."""
+    if order == sorted(order):
+        return torch.cat([g.flatten() for g in groups])
+    rows = [row for g in groups for row in g.unbind()]
+    back: list[Tensor] = [rows[0]] * len(rows)
+    for i, row in zip(order, rows, strict=True):
+        back[i] = row
+    return torch.stack(back) if whole else torch.cat(back)
+
+
+def _alike(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
+    """Partial results of n pieces of one shape, stride and dtype: ``[n]`` and ``[n, L]``."""
     x = xs[0]
     if not x.numel():
-        return [_empty(x, wanted)] * len(xs)
+        return {name: values.expand(len(xs), *values.shape).clone() for name, values in _empty(x, wanted).items()}
     if x.numel() < _LITTLE:  # together, because a call costs more than their sums
-        together = exact(torch.stack(list(xs)).flatten(0, 1), wanted, len(xs))
-        return [{name: values[i] for name, values in together.items()} for i in range(len(xs))]
-    if x.size(2) < CHUNK or x.dtype == torch.float64 or not free_to_read(x):
-        return [exact(x, wanted) for x in xs]
-    careful = "row_squares" in wanted
-    norms, ends = [], []
+        return exact(torch.stack(list(xs)).flatten(0, 1), wanted, len(xs))
+    longest = _chunk(x, rows="row_squares" in wanted)
+    if longest is None or x.dtype == torch.float64 or not free_to_read(x):
+        found = [exact(x, wanted) for x in xs]
+        return {name: torch.stack([f[name] for f in found]) for name in wanted}
+    return _quick(xs, wanted, longest)
+
+
+def _quick(xs: Sequence[Tensor], wanted: frozenset[str], longest: int) -> dict[str, Tensor]:
+    """The same in float32 by chunks, on a CPU; pieces that float32 does not hold are done again in float64."""
+    chunks, ends = [], []
+    by_row = "row_squares" in wanted or not xs[0].is_contiguous()
     for x in xs:
-        norms.append(chunk_norms(x if x.dtype == torch.float32 else x.float(), careful=careful))
+        wide = x if x.dtype == torch.float32 else x.float()
+        chunks.append(chunk_norms(wide if by_row else wide.view(-1), longest))
         if "largest" in wanted:
-            ends.append(torch.stack(torch.aminmax(x)))  # while the piece is in the cache
-    squares = torch.stack(norms).double().square_()
-    rows = squares.sum(-1).flatten(1)
-    found = {"squares": rows.sum(1), "nonfinite": torch.zeros(len(xs), dtype=torch.float64, device=x.device)}
+            ends.append(torch.aminmax(x))  # while the piece is in the cache
+    squares = torch.stack(chunks).double().square_()
+    found = {"squares": squares.flatten(1).sum(1)}
+    found["nonfinite"] = torch.zeros_like(found["squares"])
+    if "row_squares" in wanted:
+        found["row_squares"] = squares.sum(-1).flatten(1)
     if ends:
-        low, high = torch.stack(ends, dim=1).double()
+        low, high = (torch.stack(side).double() for side in zip(*ends, strict=True))
         found["largest"] = torch.maximum(-low, high)
-    chunks = squares.flatten(1)
-    most, least = chunks.amax(1).tolist(), chunks.amin(1).tolist()
-    results = []
-    scratch = _Scratch()
-    for i, x in enumerate(xs):
-        # NaN too: its count needs the entries. Of entries below 1e-23 float32 squares are 0, as those of zeros are.
-        if not most[i] <= _LARGE**2 or (most[i] < _SMALL**2 and bool(x.any())):
-            results.append(exact(x, wanted))
-            continue
-        own = {name: values[i] for name, values in found.items() if name in wanted}
-        if careful:  # where float32 may have flushed a square to zero, beside others that it has not
-            flushed = 0 <= least[i] < _SMALL**2 and most[i] > 0
-            own["row_squares"] = exact(x, frozenset(("row_squares",)))["row_squares"] if flushed else rows[i]
-        results.append(own | scratch.others(x, wanted))
-    return results
+    found |= _others(xs, wanted)
+    # NaN too: its count needs the entries. Of entries below 1e-23 float32 squares are 0, as those of zeros are.
+    least, most = torch.aminmax(squares.flatten(1), dim=1)
+    for i, (low, high) in enumerate(zip(least.tolist(), most.tolist(), strict=True)):
+        if not high <= _LARGE**2 or (high < _SMALL**2 and bool(xs[i].any())):
+            for name, values in exact(xs[i], wanted).items():
+                found[name][i] = values
+        elif "row_squares" in wanted and low < _SMALL**2 and high > 0:
+            # float32 may have flushed squares to zero, beside others that it has not; or they are zeros.
+            few = (squares[i].amin(-1) < _SMALL**2).flatten()
+            rows = xs[i].flatten(0, 1)[few].unsqueeze(0)
+            found["row_squares"][i, few] = exact(rows, frozenset(("row_squares",)))["row_squares"]
+    return {name: values for name, values in found.items() if name in wanted}
 
 
-class _Scratch:
-    """Partial results that need a copy of the entries; it is kept, because fresh memory costs more than sums."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def others(self, x: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
-        """Of ``column_squares``, ``magnitudes`` and ``zeros`` what is wanted, block by block."""
-        found: dict[str, Tensor] = {}
-        names = wanted & {"column_squares", "magnitudes", "zeros"}
-        if not names:
-            return found
-        batch, rows, columns = x.shape
-        by_column = torch.zeros(batch, columns, dtype=torch.float64, device=x.device)
-        magnitudes = zeros = 0.0
+def _others(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
+    """Partial results that need a copy of the entries, block by block: the room for one is kept."""
+    names = wanted & {"column_squares", "magnitudes", "zeros"}
+    found = {}
+    if names:
+        count, (batch, rows, columns), device = len(xs), xs[0].shape, xs[0].device
+        by_column = torch.zeros(count, batch, columns, dtype=torch.float64, device=device)
+        magnitudes, zeros = torch.zeros(2, count, dtype=torch.float64, device=device)
         step = max(1, _BLOCK // columns // _SHORT) * _SHORT
-        for b in range(batch):
-            for start in range(0, rows, step):
-                block = x[b, start : start + step]
-                block = block if block.dtype == torch.float32 else block.float()
+        room = torch.empty(min(step, rows) * columns, dtype=torch.float32, device=device)
+        for i, b in product(range(count), range(batch)):
+            for part in torch.split(xs[i][b], step):
+                block = part if part.dtype == torch.float32 else part.float()
+                scratch = room[: block.numel()].view(block.shape)
                 if "column_squares" in names:
-                    by_column[b] += column_sums(torch.mul(block, block, out=self._like(block)))
+                    by_column[i, b] += column_sums(torch.mul(block, block, out=scratch))
                 if "magnitudes" in names:
-                    magnitudes += float(torch.abs(block, out=self._like(block)).sum(dtype=torch.float64))
+                    magnitudes[i] += torch.abs(block, out=scratch).sum(dtype=torch.float64)
                 if "zeros" in names:
-                    zeros += block.numel() - int(block.count_nonzero())
-        found["column_squares"] = by_column.flatten()
-        found["magnitudes"] = torch.tensor(magnitudes, dtype=torch.float64, device=x.device)
-        found["zeros"] = torch.tensor(zeros, dtype=torch.float64, device=x.device)
-        return {name: found[name] for name in names}
-
-    def _like(self, block: Tensor) -> Tensor:
-        if self._memory is None or self._memory.numel() < block.numel():
-            self._memory = torch.empty(max(_BLOCK, block.numel()), dtype=torch.float32, device=block.device)
-        return self._memory[: block.numel()].view(block.shape)
+                    zeros[i] += block.numel() - block.count_nonzero()
+        found = {"column_squares": by_column.flatten(1), "magnitudes": magnitudes, "zeros": zeros}
+    return {name: found[name] for name in names}
 
 
-def chunk_norms(x: Tensor, *, careful: bool) -> Tensor:
-    """L2 norms of the chunks of every row of float32 ``[B, R, C]``: ``[B, R, K]``."""
+def _chunk(x: Tensor, *, rows: bool) -> int | None:
+    """Longest chunk that serves a piece ``[B, R, C]``; None where float64 is as good.
+
+    Args:
+        x: The piece.
+        rows: Whether norms of rows are wanted; otherwise chunks may go from one row into the next.
+    """
+    if rows or not x.is_contiguous():
+        return None if x.size(2) < CHUNK else CHUNK // 2 if x.size(2) >= 2 * CHUNK else CHUNK // 4
+    return CHUNK
+
+
+def chunk_norms(x: Tensor, longest: int) -> Tensor:
+    """L2 norms of chunks of the last dimension of float32 ``[..., C]``: ``[..., K]``."""
     columns = x.size(-1)
-    longest = CHUNK if not careful else CHUNK // 2 if columns >= 2 * CHUNK else CHUNK // 4
-    count = -(-columns // longest)
-    while columns % count and columns // count >= longest // 4:
-        count += 1
-    if columns % count and columns > longest:  # a prime, say
+    size = next((n for n in range(min(longest, columns), longest // 4, -1) if columns % n == 0), None)
+    if size is None:  # a prime, say
         cut = columns - columns % longest
-        parts = (x[..., :cut], x[..., cut:])
-        return torch.cat([chunk_norms(part, careful=careful) for part in parts], dim=-1)
-    norms: Tensor = torch.linalg.vector_norm(x.view(*x.shape[:-1], count, columns // count), dim=-1)
+        parts = [x[..., :cut].view(*x.shape[:-1], cut // longest, longest), x[..., cut:].unsqueeze(-2)]
+        return torch.cat([torch.linalg.vector_norm(part, dim=-1) for part in parts if part.size(-2)], dim=-1)
+    norms: Tensor = torch.linalg.vector_norm(x.view(*x.shape[:-1], columns // size, size), dim=-1)
     return norms
 
 
@@ -229,11 +239,18 @@ def _empty(x: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """Σ x·y of two pieces of one shape, as a float64 scalar."""
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=x.device)
+    """Σ x·y of two pieces of one shape, as a float64 scalar; within 1e-7 of ‖x‖‖y‖."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for a, b in zip(torch.split(x.reshape(-1), _BLOCK), torch.split(y.reshape(-1), _BLOCK), strict=True):
+    if x.numel() == 0:
+        return total
+    parts = list(zip(torch.split(x.reshape(-1), _BLOCK), torch.split(y.reshape(-1), _BLOCK), strict=True))
+    if torch.float64 not in (x.dtype, y.dtype) and free_to_read(x):
+        for a, b in parts:
+            total += torch.mul(a.float(), b.float()).sum(dtype=torch.float64)
+        if _SMALL < abs(float(total)) < torch.inf:  # of a smaller one products may have vanished in float32
+            return total
+        total.zero_()
+    for a, b in parts:
         total += (a.double() * b.double()).sum()
     return total
 

@@ -1,6 +1,6 @@
 """The sink that keeps everything in memory: for tests and notebooks."""
 
-from scion_telemetry.rows import Batch, Histogram, Row, RunInfo, Scalar, Slice
+from scion_telemetry.rows import Batch, Chosen, Histogram, Row, RunInfo, Scalar, Slice
 
 
 class MemorySink:
@@ -62,6 +62,11 @@ class MemorySink:
     def slices(self) -> list[Slice]:
         """The slices of all batches."""
         return [part for batch in self.batches for part in batch.slices]
+
+    @property
+    def selected(self) -> list[Chosen]:
+        """What was selected, of all batches."""
+        return [chosen for batch in self.batches for chosen in batch.selected]
 
     def value(self, step: int, param: str, column: str) -> float:
         """One measured number, of a layer row or else of a selection row.
