@@ -1,6 +1,8 @@
 """Selections as they come back from the reducer: by shape, and summed over a run."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,13 @@ from scion_telemetry.rows import Slice
 from scion_telemetry.selected import shift, unpack
 from scion_telemetry.sheet import GRADIENT_SCORES, SLICES, selected_shapes
 
-COLUMNS = ("selected", "steps", "score", "score_all")
+COLUMNS = ("selected", "steps", "score", "score_all", "selected_late", "steps_late", "score_all_late")
 """Of ``slices``: times selected and steps of the run, mean score at the flushes that found the slice selected, and at
-all flushes."""
+all flushes; then the same of the later part of the run, 50 to 65 % of it or, with few flushes, more; left out where no
+flush lies in the first half."""
+
+_APART = math.sqrt(2)
+"""Ratio of the steps of two marks. The latest in the first half is then past .35 of the run."""
 
 
 class Selections:
@@ -63,8 +69,27 @@ class Selections:
             )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mark:
+    """Sums up to a flush.
+
+    Args:
+        steps: Counted up to it.
+        flushes: That found anything selected.
+        sums: Times selected and sum of the scores ``[matrices, n, 2]``.
+    """
+
+    steps: int
+    flushes: int
+    sums: Array
+
+
 class Tally:
-    """What happened to every slice over a run, as far as flushes told.
+    """What happened to every slice over a run, as far as flushes told, and over its later part.
+
+    Growth of a row drifts, so its later part says more of what comes. How long a run will be is not known before its
+    end: sums are marked at steps that grow by √2, and of the marks in the first half only the latest is kept, so that
+    there are three at most.
 
     Args:
         plan: What is measured.
@@ -75,6 +100,7 @@ class Tally:
         self._known: dict[str, Array] = {}
         self._steps: dict[str, int] = {}
         self._flushes: dict[str, int] = {}
+        self._marks: dict[str, list[_Mark]] = {}
 
     def add(self, numbers: Sequence[int], selected: Selected) -> None:
         """Add a flush: times selected; flushes that found it selected, and its scores at these and at all."""
@@ -86,32 +112,64 @@ class Tally:
                 known = self._known.get(name)
                 if known is None or known.shape != table[g].shape:  # resumed with other rows to select from
                     known, self._steps[name], self._flushes[name] = np.zeros_like(table[g]), 0, 0
+                    self._marks[name] = []
                 self._known[name] = known + table[g]
                 self._steps[name] += int(selected.window[g])
                 self._flushes[name] += 1
+                self._mark(name)
+
+    def _mark(self, name: str) -> None:
+        steps, marks = self._steps[name], self._marks.setdefault(name, [])
+        if not marks or steps >= _APART * marks[-1].steps:
+            sums = self._known[name][..., [0, 3]]
+            marks.append(_Mark(steps=steps, flushes=self._flushes[name], sums=sums))
+        # A run only gets longer: of the marks in its first half the latest stands before the later part.
+        del marks[: max(0, sum(2 * m.steps <= steps for m in marks) - 1)]
 
     def slices(self) -> tuple[Slice, ...]:
         """Every slice of the run."""
         found: list[Slice] = []
         for name, table in self._known.items():
             steps, flushes = float(self._steps[name]), self._flushes[name]
+            late = self._late(name)
             for matrix, rows in enumerate(table.tolist()):
                 for index, (times, seen, score, everywhere) in enumerate(rows):
                     values = {"selected": times, "steps": steps, "score_all": everywhere / flushes}
                     if seen:
                         values["score"] = score / seen
+                    if late is not None:
+                        counted, total = late.sums[matrix, index].tolist()
+                        told = {"selected_late": counted, "score_all_late": total / late.flushes}
+                        values |= {**told, "steps_late": float(late.steps)}
                     found.append(Slice(param=name, matrix=matrix, index=index, values=values))
         return tuple(found)
+
+    def _late(self, name: str) -> _Mark | None:
+        """What was summed since the latest mark in the first half; None where there is none."""
+        steps, flushes = self._steps[name], self._flushes[name]
+        first = [m for m in self._marks.get(name, ()) if 2 * m.steps <= steps]
+        if not first:
+            return None
+        sums = self._known[name][..., [0, 3]] - first[-1].sums
+        return _Mark(steps=steps - first[-1].steps, flushes=flushes - first[-1].flushes, sums=sums)
 
     def state(self) -> dict[str, Any]:
         """To go on from."""
         known = {name: torch.from_numpy(table.copy()) for name, table in self._known.items()}
-        return {"known": known, "steps": dict(self._steps), "flushes": dict(self._flushes)}
+        marks = {
+            name: [(m.steps, m.flushes, torch.from_numpy(m.sums.copy())) for m in found]
+            for name, found in self._marks.items()
+        }
+        return {"known": known, "steps": dict(self._steps), "flushes": dict(self._flushes), "marks": marks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what another tally had."""
+        """Go on from what another tally had; one that knew no marks has none before where it goes on."""
         self._known = {name: table.numpy().copy() for name, table in state["known"].items()}
         self._steps, self._flushes = dict(state["steps"]), dict(state["flushes"])
+        self._marks = {
+            name: [_Mark(steps=steps, flushes=flushes, sums=sums.numpy().copy()) for steps, flushes, sums in found]
+            for name, found in state.get("marks", {}).items()
+        }
 
 
 def _length(planned: Planned) -> int:

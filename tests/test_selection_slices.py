@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from slices_run import SHAPES, Training, compare, counted
 from tracked import gauss, named
 
 from scion_telemetry import Tracker, at, every, load_run
@@ -20,85 +18,6 @@ from scion_telemetry.sinks import CsvSink, MemorySink
 from scion_telemetry.testing import run_forked
 
 pytestmark = pytest.mark.timeout(60)
-
-SHAPES = {"wide": (10, 4), "experts": (4, 6, 5), "square": (7, 7)}
-FRACTION, EF_DECAY = 0.3, 0.9
-Key = tuple[str, int, int]
-
-
-def gradient(name: str, step: int) -> Tensor:
-    shape, seed = SHAPES[name], 100 * step + list(SHAPES).index(name)
-    return gauss(*shape, seed=seed) * gauss(shape[-2], 1, seed=seed // 4).exp()
-
-
-class Training:
-    """Gradients of the number of the step alone; on several ranks rows, and experts, are apart."""
-
-    def __init__(self, rank: int = 0, world: int = 1) -> None:
-        self.mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
-        self.model = named(**{name: self.place(torch.ones(shape)) for name, shape in SHAPES.items()})
-        options: dict[str, Any] = {"selection_scope": "global", "select_dim": "rows", "ef_decay": EF_DECAY}
-        self.optimizer = Dion2(list(self.model.items()), fraction=FRACTION, **options)
-
-    def place(self, x: Tensor) -> Tensor:
-        return x if self.mesh is None else distribute_tensor(x, self.mesh, [Shard(0)], src_data_rank=None)
-
-    def steps(self, first: int, last: int) -> None:
-        for self.now in range(first, last + 1):
-            for name, p in self.model.items():
-                p.grad = self.place(gradient(name, self.now))
-            self.optimizer.step()
-
-    def tracker(self, schedule: Callable[[int], bool], *sinks: Any, **options: Any) -> Tracker:
-        return Tracker(self.model, self.optimizer, schedule=schedule, sinks=sinks, **options)
-
-
-def counted(flushes: list[int]) -> dict[Key, dict[str, float]]:
-    """The facts of every row, by following the momentum."""
-    found: dict[Key, dict[str, float]] = {}
-    for name, shape in SHAPES.items():
-        matrices, n = (shape[0] if len(shape) == 3 else 1), shape[-2]
-        momentum = torch.zeros(matrices, n, shape[-1])
-        times: Counter[tuple[int, int]] = Counter()
-        here: dict[tuple[int, int], list[float]] = {(b, i): [] for b in range(matrices) for i in range(n)}
-        everywhere: dict[tuple[int, int], list[float]] = {key: [] for key in here}
-        for step in range(1, flushes[-1] + 1):
-            momentum += gradient(name, step).view_as(momentum)
-            scores = momentum.double().abs().sum(-1).tolist()
-            for b, r in enumerate(scores):
-                chosen = sorted(range(n), key=lambda i, r=r: -r[i])[: math.ceil(FRACTION * n)]  # type: ignore[misc]
-                times.update((b, i) for i in chosen)
-                for i in chosen:
-                    momentum[b, i] *= EF_DECAY
-                for i in range(n) if step in flushes else ():
-                    everywhere[b, i].append(r[i])
-                    here[b, i] += [r[i]] if i in chosen else []
-        for (b, i), values in everywhere.items():
-            found[name, b, i] = {
-                "selected": times[b, i],
-                "steps": flushes[-1],
-                "score": sum(here[b, i]) / len(here[b, i]) if here[b, i] else math.nan,
-                "score_all": sum(values) / len(values),
-            }
-    return found
-
-
-def compare(path: Path, flushes: list[int]) -> None:
-    table = load_run(path).slices
-    assert list(table.columns) == ["param", "matrix", "index", "selected", "steps", "score", "score_all"]
-    expected = counted(flushes)
-    found = {(str(r.param), int(r.matrix), int(r.index)): r for r in table.itertuples(index=False)}
-    assert len(found) == len(table)
-    assert found.keys() == expected.keys()
-    for key, facts in expected.items():
-        for name, value in facts.items():
-            got = getattr(found[key], name)
-            exact = name in ("selected", "steps")
-            assert got == value if exact else got == pytest.approx(value, rel=1e-6, nan_ok=True), (key, name)
-    for name, shape in SHAPES.items():  # none is lost and none is counted twice
-        rows = table[table["param"] == name]
-        matrices = shape[0] if len(shape) == 3 else 1
-        assert rows["selected"].sum() == math.ceil(FRACTION * shape[-2]) * matrices * flushes[-1]
 
 
 def flushes(schedule: Callable[[int], bool], last: int) -> list[int]:
@@ -277,7 +196,9 @@ def test_nothing_of_a_selection_is_kept_or_told_where_none_is_asked_for() -> Non
     with training.tracker(every(2, first=False), sink, metrics=["norms"]) as tracker:
         training.steps(1, 4)
         state = tracker.state_dict()
-    assert not sink.selection and not sink.run.selection_columns and not sink.run.slice_columns
+    assert not sink.selection
+    assert not sink.run.selection_columns
+    assert not sink.run.slice_columns
     assert not state["selections"]
     later = MemorySink()
     with training.tracker(every(2), later, metrics=["selection"], resume=state):
