@@ -117,8 +117,10 @@ class Finisher:
     def _chosen(self, step: int, numbers: Sequence[int], selected: Selected) -> Iterator[list[Chosen]]:
         packed = np.packbits(selected.selected, axis=-1)
         for n, matrices in zip(numbers, packed, strict=True):
-            facts = {"step": step, "param": self._names[n], "count": selected.n}
-            yield [Chosen(matrix=b, rows=rows.tobytes(), **facts) for b, rows in enumerate(matrices)]
+            yield [
+                Chosen(step=step, param=self._names[n], matrix=b, count=selected.n, rows=rows.tobytes())
+                for b, rows in enumerate(matrices)
+            ]
 
     def _histogram(self, step: int, number: int, name: str, values: Array) -> Histogram:
         log2, count, mass = relations.histogram(values)

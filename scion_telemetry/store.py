@@ -7,11 +7,13 @@
     run.params          name, role, shape, options, ...
     run.histograms      step, param, name, log2, count, mass: one row a bin that is not empty
     run.slices          param, matrix, index, one column a fact, over the whole run
+    run.selected        step, param, matrix, count, rows: which rows were selected; run.raster(param) has them as flags
     load_runs("runs/*").layers      all runs, with the run's name and attributes as columns
 
 A line without its line end is one that is being written, or that a kill has cut: it is never read as data.
 """
 
+import base64
 import glob
 import io
 import json
@@ -30,7 +32,7 @@ from .rows import SCHEMA_VERSION, Value
 
 _HOLDS = (
     "a run directory holds run.json, params.csv, layers.csv, scalars.csv and, where they are measured, selection.csv, "
-    "histograms.csv and slices.csv"
+    "histograms.csv, selected.csv and slices.csv"
 )
 _PARAM_COLUMNS = ["name", "aliases", "role", "shape", "dtype", "layout", "algorithm", "options"]
 _SUMMARY = {
@@ -97,6 +99,35 @@ class Run:
         return self._rows("slices", columns, whole=("matrix", "index"))
 
     @cached_property
+    def selected(self) -> pd.DataFrame:
+        """One row a step and matrix: ``step``, ``param``, ``matrix``, ``count`` of its rows (or columns), and ``rows``.
+
+        ``rows`` are bytes, a bit each; :meth:`raster` unpacks them. Empty where ``selection_rows`` was not measured.
+        """
+        columns = ["step", "param", "matrix", "count", "rows"]
+        table = self._rows("selected", columns, texts=("rows",), whole=("matrix", "count"))
+        return table.assign(rows=pd.Series([base64.b64decode(text) for text in table["rows"]], dtype=object))
+
+    def raster(self, param: str, matrix: int = 0) -> pd.DataFrame:
+        """Flags of the rows (or columns) of one matrix that were selected, [flushes, rows], with ``step`` as index.
+
+        Where a resumed run selected from another number of them, what came before is left out.
+
+        Raises:
+            ValueError: It is not known of this matrix.
+        """
+        table = self.selected
+        own = table[(table["param"] == param) & (table["matrix"] == matrix)]
+        if own.empty:
+            names = [f"{name}[{m}]" for name, m in table[["param", "matrix"]].drop_duplicates().to_numpy()]
+            known = f"known are {', '.join(names[:9])}{', …' * (len(names) > 9)}" if names else "measure selection_rows"
+            raise ValueError(f"it is not known which rows of {param}[{matrix}] were selected; {known}")
+        own = own[own["count"] == own["count"].iloc[-1]]
+        packed = np.frombuffer(b"".join(own["rows"]), dtype=np.uint8).reshape(len(own), -1)
+        flags = np.unpackbits(packed, axis=1, count=int(own["count"].iloc[-1])).astype(bool)
+        return pd.DataFrame(flags, index=pd.Index(own["step"], name="step")).rename_axis(columns="row")
+
+    @cached_property
     def scalars(self) -> pd.DataFrame:
         """``step`` and one column a logged scalar, NaN where it was not logged. Of two values at a step the last holds.
 
@@ -152,8 +183,8 @@ class Runs:
     """Several runs as one table each: first the column ``run``, last one column an attribute.
 
     An attribute that shares its name with a column of ``params``, ``layers`` or ``selection`` stands as
-    ``run_<name>`` in every table; one that shares it with a scalar, or with a column of ``histograms`` or ``slices``,
-    does so there.
+    ``run_<name>`` in every table; one that shares it with a scalar, or with a column of ``histograms``, ``slices`` or
+    ``selected``, does so there.
 
     Args:
         runs: The runs, in the order of their paths.
@@ -211,6 +242,11 @@ class Runs:
     def slices(self) -> pd.DataFrame:
         """The slices of all runs."""
         return self._joined(_same_categories([run.slices for run in self.runs]))
+
+    @cached_property
+    def selected(self) -> pd.DataFrame:
+        """Which rows were selected, of all runs."""
+        return self._joined(_same_categories([run.selected for run in self.runs]))
 
     def _joined(self, tables: list[pd.DataFrame]) -> pd.DataFrame:
         which = np.repeat(np.arange(len(tables)), [len(table) for table in tables])

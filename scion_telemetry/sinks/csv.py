@@ -6,11 +6,14 @@
     runs/a/selection.csv   the same for what the optimizer selected; absent when nothing selects
     runs/a/scalars.csv     step, name, value
     runs/a/histograms.csv  step, param, name, log2, count, mass: one line a bin; absent when none are asked for
+    runs/a/selected.csv    step, param, matrix, count, rows: which of ``count`` were selected; absent when not asked for
     runs/a/slices.csv      param, matrix, index, one column a fact: the whole run, written at its end
 
+``rows`` is base64 of ``numpy.packbits`` of the flags: of n rows n/6 characters a matrix and flush, about 700 for 4,096.
 An empty cell was not measured; ``NaN``, ``inf`` and ``-inf`` were. ``scion_telemetry.store`` reads it back.
 """
 
+import base64
 import json
 import logging
 import os
@@ -18,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from scion_telemetry.rows import SCHEMA_VERSION, Batch, Histogram, ParamInfo, Row, RunInfo, Slice, text
+from scion_telemetry.rows import SCHEMA_VERSION, Batch, Chosen, Histogram, ParamInfo, Row, RunInfo, Slice, text
 
 from .plain import nonfinite_names, plain_mapping, strict_json
 from .tablefile import TableFile, csv_lines, header_differs, quoted, trim
@@ -27,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 _PARAM_COLUMNS = ("name", "aliases", "role", "shape", "dtype", "layout", "algorithm", "options")
 _HISTOGRAM_COLUMNS = ("step", "param", "name", "log2", "count", "mass")
+_SELECTED_COLUMNS = ("step", "param", "matrix", "count", "rows")
 _SLICE_COLUMNS = ("param", "matrix", "index")
-_TABLES = ("params", "layers", "selection", "scalars", "histograms", "slices")
+_TABLES = ("params", "layers", "selection", "scalars", "histograms", "selected", "slices")
 _FILES = ("run.json", *(f"{name}.csv" for name in _TABLES))
 
 
@@ -53,6 +57,7 @@ class CsvSink:
         self.path = Path(path)
         self._resume = resume
         self._columns: dict[str, tuple[str, ...]] = {}
+        self._heads: dict[str, tuple[str, ...]] = {}
         self._tables: dict[str, TableFile] = {}
         self._facts: dict[str, Any] = {}
         self._pid, self._fresh, self._outdated = -1, False, False
@@ -71,25 +76,21 @@ class CsvSink:
                 f"{str(self.path)!r} already holds a run ({', '.join(found)}); choose another path, "
                 "or continue that run with CsvSink(path, resume=True)"
             )
-        self._columns = {
-            "layers": run.layer_columns,
-            "selection": run.selection_columns,
-            "histograms": run.histograms,
-            "slices": run.slice_columns,
-        }
+        self._columns, self._heads = _columns(run), _headers(run)
         facts = _facts(run)
         if found:
             facts = _continued(self.path, facts, run)
             self._trim(run)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._facts = facts
-        self._write_facts()
+        self._write_facts(facts)
         self._write_params(run)
-        self._tables = {name: TableFile(self.path / f"{name}.csv", head) for name, head in _headers(run).items()}
+        self._tables = {}
+        for name in self._heads:
+            self._table(name)
         self._pid, self._fresh, self._outdated = os.getpid(), not found, bool(found)
 
     def extend(self, run: RunInfo) -> None:
-        """List the parameters that ``run`` has now; their rows follow in the same tables, or in a first ``selection``.
+        """List the parameters that ``run`` has now; their rows follow in the same tables, or in new ones of selections.
 
         Raises:
             OSError: ``params.csv`` or ``run.json`` could not be written; it stands as it was.
@@ -97,11 +98,13 @@ class CsvSink:
         if os.getpid() != self._pid:
             return
         self._write_params(run)
-        if run.selection_columns and not self._columns["selection"]:
-            self._columns["selection"] = run.selection_columns
-            self._facts |= {"selection_columns": list(run.selection_columns), "units": dict(run.units)}
-            self._write_facts()
-            self._tables["selection"] = TableFile(self.path / "selection.csv", _headers(run)["selection"])
+        self._columns, self._heads = _columns(run), _headers(run)
+        facts = _facts(run)
+        grown = {name: facts[name] for name in ("selection_columns", "slice_columns", "units")}
+        if (now := {**self._facts, **grown, **_joined(self._facts, facts)}) != self._facts:
+            self._write_facts(now)
+        for name in self._heads:
+            self._table(name)
 
     def write(self, batch: Batch) -> None:
         """Append the rows of ``batch``.
@@ -116,6 +119,7 @@ class CsvSink:
             "selection": self._rows("selection", batch.selection),
             "scalars": csv_lines([str(int(s.step)), s.name, _cell(s.value)] for s in batch.scalars),
             "histograms": self._histograms(batch.histograms),
+            "selected": self._selected(batch.selected),
         }
         slices = self._slices(batch.slices)
         errors = [error for name, data in lines.items() if data and (error := self._append(name, data))]
@@ -139,10 +143,15 @@ class CsvSink:
 
     def _append(self, name: str, data: bytes) -> OSError | None:
         try:
-            self._tables[name].append(data)
+            self._table(name).append(data)
         except OSError as error:
             return error
         return None
+
+    def _table(self, name: str) -> TableFile:
+        if name not in self._tables:  # also one that found no room for its header before
+            self._tables[name] = TableFile(self.path / f"{name}.csv", self._heads[name])
+        return self._tables[name]
 
     def _rows(self, table: str, rows: Iterable[Row]) -> bytes:
         columns = self._columns[table]
@@ -161,6 +170,14 @@ class CsvSink:
             start = f"{int(item.step)},{quoted(item.param)},{quoted(item.name)}"
             for bin_ in zip(item.log2, item.count, item.mass, strict=True):
                 lines.append(",".join([start, *map(_cell, bin_)]) + "\n")
+        return "".join(lines).encode()
+
+    def _selected(self, selected: Iterable[Chosen]) -> bytes:
+        lines = []
+        for item in selected:
+            assert "selected" in self._heads, f"undeclared selection of {item.param!r}"
+            start = f"{int(item.step)},{quoted(item.param)},{int(item.matrix)},{int(item.count)}"
+            lines.append(f"{start},{base64.b64encode(item.rows).decode()}\n")
         return "".join(lines).encode()
 
     def _slices(self, slices: Iterable[Slice]) -> bytes:
@@ -186,15 +203,16 @@ class CsvSink:
         self._outdated = False
         return None
 
-    def _write_facts(self) -> None:
-        _replace(self.path / "run.json", (strict_json(self._facts, indent=2) + "\n").encode())
+    def _write_facts(self, facts: dict[str, Any]) -> None:
+        _replace(self.path / "run.json", (strict_json(facts, indent=2) + "\n").encode())
+        self._facts = facts
 
     def _write_params(self, run: RunInfo) -> None:
         _replace(self.path / "params.csv", csv_lines([_PARAM_COLUMNS, *map(_param_cells, run.params)]))
 
     def _trim(self, run: RunInfo) -> None:
-        # Histograms also when this run makes none: those of the run before are cut like everything else.
-        heads = {**_headers(run), "histograms": _HISTOGRAM_COLUMNS}
+        # Also what this run makes none of: histograms and rows of the run before are cut like everything else.
+        heads = {**_headers(run), "histograms": _HISTOGRAM_COLUMNS, "selected": _SELECTED_COLUMNS}
         paths = {self.path / f"{name}.csv": head for name, head in heads.items()}
         existing = {path: head for path, head in paths.items() if path.exists()}
         for path, head in existing.items():  # all are checked before the first is changed
@@ -208,6 +226,12 @@ class CsvSink:
             slices.unlink()  # run.json is about to name other columns
 
 
+def _columns(run: RunInfo) -> dict[str, tuple[str, ...]]:
+    """Names that rows of a table may bring."""
+    columns = {"layers": run.layer_columns, "selection": run.selection_columns}
+    return {**columns, "histograms": run.histograms, "slices": run.slice_columns}
+
+
 def _headers(run: RunInfo) -> dict[str, tuple[str, ...]]:
     """Header of every table that grows."""
     headers = {"layers": ("step", "param", *run.layer_columns), "scalars": ("step", "name", "value")}
@@ -215,6 +239,8 @@ def _headers(run: RunInfo) -> dict[str, tuple[str, ...]]:
         headers["selection"] = ("step", "param", *run.selection_columns)
     if run.histograms:
         headers["histograms"] = _HISTOGRAM_COLUMNS
+    if run.selection_rows:
+        headers["selected"] = _SELECTED_COLUMNS
     return headers
 
 
@@ -234,6 +260,7 @@ def _facts(run: RunInfo) -> dict[str, Any]:
         "selection_columns": list(run.selection_columns),
         "histograms": list(run.histograms),
         "slice_columns": list(run.slice_columns),
+        "selection_rows": run.selection_rows,
     }
 
 
@@ -264,7 +291,15 @@ def _continued(path: Path, facts: dict[str, Any], run: RunInfo) -> dict[str, Any
         **facts,
         "start_step": old.get("start_step", 0),
         "resumed_at": [*old.get("resumed_at", []), run.start_step],
-        "histograms": list(dict.fromkeys([*old.get("histograms", []), *run.histograms])),  # the table holds both
+        **_joined(old, facts),
+    }
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Facts of tables that hold what both told."""
+    return {
+        "histograms": list(dict.fromkeys([*old.get("histograms", []), *new["histograms"]])),
+        "selection_rows": bool(old.get("selection_rows") or new["selection_rows"]),
     }
 
 
