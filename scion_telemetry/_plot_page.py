@@ -51,8 +51,9 @@ def page(
 
 
 def said(title: str, subtitle: str, message: str) -> Figure:
-    """A figure that has nothing to draw and says why."""
+    """A figure that has nothing to draw and says why; it is also its label."""
     figure, body = page(title, subtitle, size=(11, 4))
+    figure.set_label(message)
     body.text(0.5, 0.5, message, ha="center", va="center", fontsize=11, color=GREY, **PLAIN)
     return figure
 

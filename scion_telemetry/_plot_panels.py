@@ -19,9 +19,10 @@ _FLAT: Final = (("flat_mass", "flat rows"), ("fraction", "flat momentum: realise
 
 
 def absent(ax: Axes, column: str, message: str) -> None:
-    """A panel without data, titled like the one with data."""
+    """A panel without data, titled like the one with data; why is also its label."""
     dress.heading(ax, words.title(column), words.formula(column))
     dress.empty(ax, message)
+    ax.set_label(message)
     ax.set_xticks([])
 
 

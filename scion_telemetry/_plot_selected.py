@@ -15,7 +15,7 @@ from scion_telemetry import _plot_page as page
 from scion_telemetry import _plot_panels as panel
 from scion_telemetry._plot_axes import GREY, PLAIN
 from scion_telemetry._plot_data import Table, column_table
-from scion_telemetry._plot_selection import NOTHING
+from scion_telemetry._plot_selection import missing
 from scion_telemetry._plot_selection_data import (
     Curves,
     Ranked,
@@ -26,6 +26,7 @@ from scion_telemetry._plot_selection_data import (
     median_curves,
     ranked,
     raster,
+    step_edges,
 )
 from scion_telemetry.store import Run
 
@@ -51,7 +52,7 @@ def selection_ranks(run: Run) -> Figure:
     found = ranked(run)
     if not found:
         message = "no slices.csv with selections: it is written when the tracker of a run that selects rows closes"
-        return page.said(title, what, NOTHING if run.selection.empty else message)
+        return page.said(title, what, missing(run) if run.selection.empty else message)
     many = len(found) > page.MANY
     names = [one.name for one in found]
     where = groups(names, [one.role for one in found]) if many else {name: [i] for i, name in enumerate(names)}
@@ -93,8 +94,8 @@ def _ranks(ax: Axes, mine: list[Ranked]) -> None:
 def frequencies_over_steps(run: Run) -> Figure:
     """How many rows were selected how often between flush and flush, over the steps: a panel per matrix or kind.
 
-    Single rows are not stored at every flush (only their totals over a run are), so this is the raster of selections
-    with its rows put into bins of frequency, from the histogram ``selection_frequencies``. Between the dashed lines lie
+    This is the raster of selections with its rows put into bins of frequency, and counts every step, also those between
+    flushes; it is drawn from the histogram ``selection_frequencies``. Between the dashed lines lie
     95 % of rows that are selected at random. A band at "never" and one near 1 that stay are rows that always lose or
     win; one narrow band at α is rotation.
     """
@@ -102,8 +103,7 @@ def frequencies_over_steps(run: Run) -> Figure:
     table = run.histograms
     names = [str(n) for n in table.loc[table["name"] == FREQUENCIES, "param"].unique()]
     if not names:
-        message = f"not measured: choose the metric {FREQUENCIES}"
-        return page.said(title, what, NOTHING if run.selection.empty else message)
+        return page.said(title, what, missing(run, FREQUENCIES, FREQUENCIES in run.info.get("histograms", ())))
     names = [str(name) for name in table["param"].cat.categories if str(name) in set(names)]
     roles = dict(zip(run.params["name"], run.params["role"], strict=True))
     many = len(names) > _CELLS
@@ -127,14 +127,7 @@ def frequencies_over_steps(run: Run) -> Figure:
 
 def _raster(ax: Axes, one: Raster, most: float) -> Any:
     bins = one.edges.size
-    before, after = (one.steps[:2], one.steps[-2:]) if one.steps.size > 1 else ([0, 1], [0, 1])
-    edges = np.concatenate(
-        [
-            [one.steps[0] - (before[1] - before[0]) / 2],
-            (one.steps[:-1] + one.steps[1:]) / 2,
-            [one.steps[-1] + (after[1] - after[0]) / 2],
-        ]
-    )
+    edges = step_edges(one.steps)
     shown = np.ma.masked_equal(one.share, 0.0)
     image = ax.pcolormesh(edges, np.arange(bins + 1), shown, cmap="GnBu", norm=PowerNorm(0.5, 0, most), gid="share")
     known = np.isfinite(one.window) & np.isfinite(one.fraction)
@@ -174,7 +167,7 @@ def churn_over_steps(run: Run) -> Figure:
     # It has no value at the first step; a set is never NaN.
     frame = run.selection.dropna(subset=["churn"]) if "churn" in run.selection.columns else run.selection.iloc[:0]
     if frame.empty:
-        panel.absent(ax, "churn", NOTHING)
+        panel.absent(ax, "churn", missing(run))
         return figure
     table = column_table(run, frame, "churn")
     null = None
@@ -201,7 +194,7 @@ def regret_by_shards(run: Run) -> Figure:
     title, what = "regret of local selection", "1 - mass of the largest of every shard / of as many, the largest of all"
     curves = median_curves(run, "regret")
     if curves is None:
-        return page.said(title, what, NOTHING)
+        return page.said(title, what, missing(run))
     table = Table(
         column="regret",
         steps=curves.at.astype(np.int64),

@@ -17,9 +17,26 @@ from scion_telemetry.store import Run
 
 NOTHING: Final = "not measured: no optimizer of this run selects rows or columns"
 
+NOT_YET: Final = "nothing measured yet"
+
 _NO_GRADIENT = "gradient not measured: choose the metric selection_gradient"
 _WHAT = "share of the L1 mass in the α·n rows (or columns) of largest L1 norm"
 _RISE = {"mass": ("momentum", page.MOMENTUM), "grad_mass": ("gradient", page.GRADIENT)}
+
+
+def missing(run: Run, metric: str = "selection", declared: bool | None = None) -> str:
+    """Why a figure of selections has nothing to draw.
+
+    Args:
+        run: The run.
+        metric: What it shows.
+        declared: Whether the run was to measure that; by default whether it has columns of selections.
+    """
+    if declared or (declared is None and run.info.get("selection_columns")):
+        return NOT_YET if declared or run.selection.empty else "not measured: this run has no such columns"
+    if run.selection.empty and not any(options.get("selection") for options in run.params["options"]):
+        return NOTHING
+    return f"not measured: choose the metric {metric}"
 
 
 def mass_curves(run: Run, *, step: int | None = None) -> Figure:
@@ -39,7 +56,7 @@ def mass_curves(run: Run, *, step: int | None = None) -> Figure:
     title = "captured-mass curves C(α)"
     found = {prefix: curves for prefix in _RISE if (curves := last_curves(run, prefix, step))}
     if not found:
-        return page.said(title, _WHAT, NOTHING)
+        return page.said(title, _WHAT, missing(run))
     first = next(iter(found.values()))
     many = len(first.names) > page.MANY
     where = groups(first.names, first.roles) if many else {name: [i] for i, name in enumerate(first.names)}
@@ -80,7 +97,7 @@ def mass_heatmap(run: Run, *, step: int | None = None) -> Figure:
     what = "C(α): share of the total that the most important α of the rows hold, parameters in model order"
     found = {prefix: curves for prefix in prefixes if (curves := last_curves(run, prefix, step))}
     if not found:
-        return page.said(title, what, NOTHING)
+        return page.said(title, what, missing(run))
     names = list(dict.fromkeys(n for n in map(str, run.params["name"]) for c in found.values() if n in c.names))
     height = float(np.clip(0.24 * len(names) + 1.3, 3.2, 13.0))
     keys = [

@@ -178,6 +178,12 @@ def raster(run: Run, names: Sequence[str], histogram: str) -> Raster:
     )
 
 
+def step_edges(steps: NDArray[np.int64]) -> Floats:
+    """Edges of cells around ascending steps, half-way between them, [S + 1]."""
+    gaps = np.diff(steps) if steps.size > 1 else np.ones(1)
+    return np.concatenate([[steps[0] - gaps[0] / 2], (steps[:-1] + steps[1:]) / 2, [steps[-1] + gaps[-1] / 2]])
+
+
 def _columns(run: Run, prefix: str) -> dict[str, float]:
     """Columns of a curve to where they stand, ascending."""
     found = {}

@@ -105,15 +105,22 @@ def plot(
     out: Annotated[Path | None, typer.Option(help="Folder of the figures.", show_default="RUN/figures")] = None,
     kind: Annotated[str, typer.Option("--format", help="png, svg or pdf.")] = "png",
 ) -> None:
-    """Draw every figure of a run."""
+    """Draw every figure of a run for which something was measured."""
     from scion_telemetry import plots
 
     loaded = load_run(run)
     folder = out or run / "figures"
+    left_out: dict[str, list[str]] = {}
     for name, draw in plots.FIGURES.items():
+        figure = draw(loaded)
+        if reason := plots.missing(figure):
+            left_out.setdefault(reason, []).append(name)
+            continue
         path = folder / f"{name}.{kind}"
-        plots.save(draw(loaded), path)
+        plots.save(figure, path)
         typer.echo(path)
+    for reason, names in left_out.items():
+        typer.echo(f"left out {', '.join(names)}: {reason}", err=True)
 
 
 @app.command()

@@ -21,6 +21,7 @@ from scion_telemetry import words
 from scion_telemetry._plot_ages import age_distribution
 from scion_telemetry._plot_data import column_table
 from scion_telemetry._plot_explorer import fraction_explorer
+from scion_telemetry._plot_raster import selection_raster
 from scion_telemetry._plot_selected import churn_over_steps, frequencies_over_steps, regret_by_shards, selection_ranks
 from scion_telemetry._plot_selection import mass_curves, mass_heatmap
 from scion_telemetry.store import Run
@@ -34,11 +35,13 @@ __all__ = [
     "frequencies_over_steps",
     "mass_curves",
     "mass_heatmap",
+    "missing",
     "norms_over_steps",
     "overview",
     "regret_by_shards",
     "save",
     "selection_ranks",
+    "selection_raster",
     "update_weight_by_layer",
 ]
 
@@ -132,6 +135,7 @@ FIGURES: Final[Mapping[str, Callable[[Run], Figure]]] = MappingProxyType(
         "mass_curves": mass_curves,
         "mass_heatmap": mass_heatmap,
         "selection_ranks": selection_ranks,
+        "selection_raster": selection_raster,
         "frequencies_over_steps": frequencies_over_steps,
         "age_distribution": age_distribution,
         "churn_over_steps": churn_over_steps,
@@ -142,6 +146,12 @@ FIGURES: Final[Mapping[str, Callable[[Run], Figure]]] = MappingProxyType(
 
 
 # What takes more than a run: fraction_explorer(advise(run)).
+
+
+def missing(figure: Figure) -> str | None:
+    """Why a figure shows nothing but its title, as where nothing was measured; None for one that shows something."""
+    labels = [str(figure.get_label()), *(str(ax.get_label()) for ax in figure.axes)]
+    return next(filter(None, labels), None) if all(labels[1:]) else None
 
 
 def save(figure: Figure, path: str | Path) -> None:
