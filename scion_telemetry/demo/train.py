@@ -76,7 +76,7 @@ def train(config: DemoConfig, report: Report) -> bool:
         model,
         optimizer,
         schedule=every(config.every),
-        metrics=["basic", "selection_gradient"],
+        metrics=["basic", "selection_gradient", "selection_frequencies", "selection_rows"],
         sinks=make_sinks(config),
         run=attributes(config, corpus, model),
     ) as tracker:
