@@ -120,21 +120,25 @@ class Collector:
         self._dots(flush, ("momentum", "with_grad"), pieces["momentum"], pieces["grad"])
         self._dots(flush, ("update", "with_weight"), updates, pieces["weight"])
         if updates and "with_previous" in flush.choice.names("update"):
-            self.previous.compare(self._sheet, flush, list(updates), list(updates.values()), 1.0)
+            self.previous.compare(self._sheet, flush, list(updates), list(updates.values()))
         whole.solve(flush.buffers, flush.step)
 
     def _selections(self, flush: Flush, pieces: Mapping[str, Mapping[Mine, Tensor]]) -> None:
         """What is known of a selection when its step is done: what was kept, and what the gradient alone says."""
+        kept: dict[int, Tensor] = {}
         for param, chosen in flush.chosen.items():
             mine = self._mine[param]
             if (slices := mine.slices) is None:
                 continue
-            if (kept := pieces["momentum"].get(mine)) is not None and ("momentum", "squares") in flush.buffers:
-                part = take(kept.reshape(slices.shape), chosen.indices, chosen.dim)
-                self._sheet.put(flush, ("selection", "kept"), [mine.number], norms.dot(part, part))
+            if (momentum := pieces["momentum"].get(mine)) is not None and ("momentum", "squares") in flush.buffers:
+                part = take(momentum.reshape(slices.shape), chosen.indices, chosen.dim)
+                kept[mine.number] = part.reshape(1, -1, part.size(-1))
             if (grad := pieces["grad"].get(mine)) is not None and GRADIENT_SCORES in flush.buffers:
                 scores = l1_scores(grad.reshape(slices.shape), slices.dim)
                 self._sheet.put(flush, GRADIENT_SCORES, [mine.number], scores, {mine.number: slices.positions})
+        if kept:
+            squares = norms.measure(list(kept.values()), frozenset(("squares",)))["squares"]
+            self._sheet.put(flush, ("selection", "kept"), list(kept), squares)
 
     def keep_hidden(self, snapshots: Mapping[Tensor, Tensor], settings: Settings) -> None:
         """Keep updates that were not shown, for the step to come."""

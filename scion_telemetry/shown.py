@@ -1,6 +1,6 @@
 """What optimizers show while they step: updates, selections, and what Newton-Schulz knows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 
 import torch
@@ -33,14 +33,22 @@ class Previous:
         """What was kept is now of the step before."""
         self._known, self._next, self.keeps = self._next, {}, False
 
-    def compare(self, sheet: Sheet, flush: Flush, mine: Sequence[Mine], xs: Sequence[Tensor], scale: float) -> None:
-        """<update, update before> and the length of the latter."""
-        known = [(m, x, self._known[m.param]) for m, x in zip(mine, xs, strict=True) if m.param in self._known]
+    def compare(
+        self,
+        sheet: Sheet,
+        flush: Flush,
+        mine: Sequence[Mine],
+        xs: Sequence[Tensor],
+        scale: float = 1.0,
+        part: Callable[[int, Tensor], Tensor] = lambda i, whole: whole,
+    ) -> None:
+        """<update, update before> and the length of the latter; ``part`` cuts the i-th as ``xs[i]`` is cut."""
+        known = [(i, self._known[m.param]) for i, m in enumerate(mine) if m.param in self._known]
         if known:
-            numbers = [m.number for m, _, _ in known]
-            dots = torch.stack([norms.dot(x, before) * scale for _, x, before in known])
-            squares = torch.stack([norms.dot(before, before) for _, _, before in known])
-            sheet.put(flush, ("update", "with_previous"), numbers, dots)
+            numbers = [mine[i].number for i, _ in known]
+            dots = torch.stack([norms.dot(xs[i], part(i, before)) for i, before in known])
+            sheet.put(flush, ("update", "with_previous"), numbers, dots * scale)
+            squares = norms.measure([before for _, before in known], frozenset(("squares",)))["squares"]
             sheet.put(flush, ("update", "previous_squares"), numbers, squares)
 
 
@@ -132,11 +140,16 @@ class Shown:
             zeros = torch.tensor(rest, dtype=torch.float64, device=xs[0].device)
             self._sheet.put(flush, ("update", "zeros"), [m.number for m in mine], zeros)
         if "with_weight" in wanted:
-            dots = [_with_weight(event, i, m, x, flush) for i, m, x in zip(measured, mine, xs, strict=True)]
-            self._sheet.put(flush, ("update", "with_weight"), [m.number for m in mine], torch.stack(dots))
+            self._sheet.put(
+                flush,
+                ("update", "with_weight"),
+                [m.number for m in mine],
+                self._with_weight(event, measured, xs, flush),
+            )
         if "with_previous" in wanted:
-            everywhere = [spread(event, i, m) for i, m in zip(measured, mine, strict=True)]
-            self._previous.compare(self._sheet, flush, mine, everywhere, event.scale)
+            self._previous.compare(
+                self._sheet, flush, mine, xs, event.scale, lambda j, whole: _selected(event, measured[j], whole)
+            )
         for i, m, x in zip(measured, mine, xs, strict=True):
             if in_pieces(m.planned, "update"):
                 if ("update", "sigma") in flush.buffers and not m.planned.shape.vector:
@@ -144,6 +157,16 @@ class Shown:
             elif not m.planned.spec.owner_shows:
                 self._matrices(m.number, x, list(m.held), event, whole, flush)
                 self._polar(m.number, event.directions[i], event, flush)
+
+    def _with_weight(self, event: StepEvent, which: Sequence[int], xs: Sequence[Tensor], flush: Flush) -> Tensor:
+        """<update, weight after the step>: what is shown is the direction, and the weight before it decays."""
+        dots = []
+        for i, x in zip(which, xs, strict=True):
+            mine = self._mine[event.params[i]]
+            weight = _selected(event, i, as_matrices(local(mine.param), mine.planned.shape))
+            dots.append(norms.dot(x, weight) * flush.settings[mine.param].kept)
+        squares = norms.measure(xs, frozenset(("squares",)))["squares"]
+        return torch.stack(dots) * event.scale + squares * event.scale**2
 
     def _matrices(
         self, number: int, x: Tensor, held: Sequence[int], event: StepEvent, whole: Whole, flush: Flush
@@ -200,14 +223,12 @@ def _pieces(event: StepEvent, i: int, mine: Mine) -> Tensor:
     return as_matrices(event.directions[i], mine.planned.shape)
 
 
-def _with_weight(event: StepEvent, i: int, mine: Mine, x: Tensor, flush: Flush) -> Tensor:
-    """<update, weight after the step>: what is shown is the direction, and the weight before it decays."""
-    weight = as_matrices(local(mine.param), mine.planned.shape)
-    if event.selections and event.selections[i].indices.ndim == 1:
-        chosen = event.selections[i]
-        weight = weight.index_select(1 if chosen.dim == -2 else 2, chosen.indices)
-    kept = event.scale * flush.settings[mine.param].kept
-    return norms.dot(x, weight) * kept + norms.dot(x, x) * event.scale**2
+def _selected(event: StepEvent, i: int, whole: Tensor) -> Tensor:
+    """Of a whole piece ``[B, R, C]`` what ``_pieces`` shows of the update."""
+    if not event.selections or event.selections[i].indices.ndim > 1:
+        return whole
+    chosen = event.selections[i]
+    return whole.index_select(1 if chosen.dim == -2 else 2, chosen.indices)
 
 
 def _index(event: StepEvent, measured: Sequence[int], mine: Sequence[Mine]) -> Mapping[str, Index]:
