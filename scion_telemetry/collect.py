@@ -132,7 +132,7 @@ class Collector:
                 continue
             if (momentum := pieces["momentum"].get(mine)) is not None and ("momentum", "squares") in flush.buffers:
                 part = take(momentum.reshape(slices.shape), chosen.indices, chosen.dim)
-                kept[mine.number] = part.reshape(1, -1, part.size(-1))
+                kept[mine.number] = part.reshape(1, 1, part.numel())
             if (grad := pieces["grad"].get(mine)) is not None and GRADIENT_SCORES in flush.buffers:
                 scores = l1_scores(grad.reshape(slices.shape), slices.dim)
                 self._sheet.put(flush, GRADIENT_SCORES, [mine.number], scores, {mine.number: slices.positions})
