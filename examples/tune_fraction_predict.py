@@ -9,7 +9,7 @@ import pandas as pd
 from tune_fraction_study import Array, Rows, Study, Table, ef_decay, late, slices_of
 
 from scion_telemetry.analysis.advise import advise
-from scion_telemetry.analysis.evidence import FEWEST_STEPS
+from scion_telemetry.analysis.stretches import FEWEST_STEPS
 from scion_telemetry.analysis.theory import (
     SHARPNESS,
     balanced_growth,

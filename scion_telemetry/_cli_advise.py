@@ -1,6 +1,6 @@
 """Advice on the fraction for the terminal: tables by role and of the matrices that hold a role back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from rich import box
@@ -10,6 +10,7 @@ from rich.markup import escape, render
 from rich.table import Table
 
 from scion_telemetry.analysis import Advice, Candidate, GroupAdvice, MatrixAdvice
+from scion_telemetry.analysis.records import FLOPS, SETTLED
 
 _SHOWN = 10
 """Matrices in the table of those that need most."""
@@ -19,8 +20,7 @@ _NAME_WIDTH = 20
 
 LIMITS = {
     "age": "p99 age",
-    "starved": "starved rows",
-    "drift": "decay drift",
+    "overdue": "overdue rows",
     "mass": "captured mass",
     "regret": "local regret",
     "horizon": "horizon",
@@ -32,8 +32,8 @@ LIMITS = {
 _CALIBRATE = """\
 # A calibration window: momentum at a fraction below 1 always looks flat, because error feedback lets rows that are not
 # selected grow until they are. At fraction 1 all rows decay alike, and their L1 norms show how the mass really lies.
-# {steps} steps at fraction 1, once the learning rate has reached its peak, are enough; the Tracker needs no change, and
-# `scion-telemetry advise RUN` finds the window by itself.
+# {steps} steps at fraction 1, once the learning rate has reached its peak, are enough; the Tracker goes on, and
+# `scion-telemetry advise RUN` finds the window by itself. Its metrics have to include "selection", as "basic" does.
 #
 # Put this over the head of your training loop ({where}):
 """
@@ -41,19 +41,32 @@ _CALIBRATE = """\
 
 def calibration_text(snippet: str, warm_up: int, steps: int) -> str:
     """The snippet with what it is for, as a comment above it: the whole is Python."""
-    where = f"steps {warm_up} to {warm_up + steps - 1} are the window"
+    where = f"the window is steps {warm_up + 1} to {warm_up + steps} as the Tracker counts them, from 1"
     return _CALIBRATE.format(steps=steps, where=where) + snippet
 
 
 def print_advice(console: Console, advice: Advice) -> None:
-    """All of it: by role, per candidate, the matrices that need most, what to change, and the caveat."""
+    """All of it: by role, what to change, per candidate, the matrices that need most, and the caveat."""
     tables = [_groups(advice), *(_candidates(advice, group) for group in advice.groups), _matrices(advice)]
     # A terminal that is too narrow breaks the lines; rich would cut the numbers.
     console.width = max(console.width, *map(_width, tables))
-    for table in tables:
+    _say(console, [_training(advice)])
+    console.print(tables[0])
+    _say(console, [f"{group.role}: {change}" for group in advice.groups for change in group.changes])
+    for table in tables[1:]:
         console.print(table)
-    for line in _lines(advice):
+    _say(console, _lines(advice))
+
+
+def _say(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _training(advice: Advice) -> str:
+    """For which training this is, and when."""
+    whose = "as told" if advice.total_steps_from == "given" else "this run's; --total-steps tells another"
+    return f"For a training of {advice.total_steps} steps ({whose}); {SETTLED}."
 
 
 def _width(table: Table) -> int:
@@ -100,12 +113,18 @@ def _groups(advice: Advice) -> Table:
 
 
 def _candidates(advice: Advice, group: GroupAdvice) -> Table:
+    limits = advice.limits
+    steps = "" if limits.max_age is None else f" and {limits.max_age:g} steps"
     caption = (
-        "accept: share of the parameters; age and starved rows: median and worst matrix, how many rows wait and how "
-        "long, not which; drift, regret, horizon: worst; mass: median; FLOPs of Newton-Schulz relative to fraction 1"
+        "accept: share of the parameters; age and overdue rows: median and worst matrix, how many rows wait and how "
+        f"long, not which; limit: {limits.age_horizons:g} horizons{steps}; overdue: rows rarer than once in it; drift, "
+        f"regret, horizon: worst; mass: median; drift above {limits.drift:g} (!) only warns; ef': ef_decay to set with "
+        "the fraction (other columns are for the run's own; ages shrink about as the horizon does); NS FLOPs: "
+        f"{FLOPS}"
     )
     table = _table(f"{escape(group.role)}: predicted at every fraction", caption)
-    names = ("fraction", "accept", "p99 age", "starved", "drift", "mass", "regret", "horizon", "FLOPs", "MB/step")
+    numbers = ("p99 age", "limit", "overdue", "drift", "mass", "regret", "horizon", "ef'")
+    names = ("fraction", "accept", *numbers, "NS FLOPs", "MB/step")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     matrices = [m for m in advice.matrices if m.evidence.role == group.role]
@@ -121,22 +140,25 @@ def _candidates(advice: Advice, group: GroupAdvice) -> Table:
 
 
 def _candidate_cells(column: Sequence[Candidate]) -> list[str]:
-    ages, starved = [c.age_p99 for c in column], [c.starved for c in column]
+    ages, overdue = [c.age_p99 for c in column], [c.overdue for c in column]
     masses, regrets = [c.mass for c in column if c.mass is not None], [c.regret for c in column if c.regret is not None]
     return [
         f"{np.median(ages):.0f} / {max(ages):.0f}",
-        f"{np.median(starved):.1%} / {max(starved):.1%}",
-        _number(max(c.drift for c in column)),
+        f"{np.median([c.age_limit for c in column]):.0f}",
+        f"{np.median(overdue):.1%} / {max(overdue):.1%}",
+        _number(max(c.drift for c in column)) + ("!" if any(c.warned for c in column) else ""),
         _number(float(np.median(masses))) if masses else "",
         _number(max(regrets)) if regrets else "",
         f"{max(c.horizon for c in column):.0f}",
+        f"{min(c.ef_decay for c in column):.3g}",
     ]
 
 
 def _matrices(advice: Advice) -> Table:
     ordered = sorted(advice.matrices, key=_need, reverse=True)
     table = _table(
-        "Matrices that need most", "age: 99th percentile, measured now and predicted at the matrix's fraction"
+        "Matrices that need most",
+        "age: 99th percentile, measured at the end of this run and predicted, settled, at what the matrix needs",
     )
     table.add_column("parameter", overflow="fold")
     for name in ("n", "needs", "against less", "age now", "then", "never selected"):
@@ -163,9 +185,6 @@ def _need(matrix: MatrixAdvice) -> tuple[float, float]:
 
 
 def _lines(advice: Advice) -> Iterator[str]:
-    for group in advice.groups:
-        for change in group.changes:
-            yield f"{group.role}: {change}"
     for note in advice.notes:
         yield f"note: {note}"
     yield f"\n{advice.caveat}"

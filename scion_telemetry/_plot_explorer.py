@@ -19,14 +19,14 @@ _LIMIT: Final[dict[str, Any]] = {"color": "#C00000", "linestyle": ":", "linewidt
 
 _PANELS: Final[tuple[tuple[str, str, Callable[[Candidate], float]], ...]] = (
     ("age that 99 % of the rows do not exceed", "steps", lambda c: c.age_p99),
-    ("starved rows", "share of rows", lambda c: c.starved),
+    ("overdue rows: rarer than once in the age limit", "share of rows", lambda c: c.overdue),
     ("captured mass of unequalised rows", "share of L1 mass", lambda c: np.nan if c.mass is None else c.mass),
-    ("Newton-Schulz cost", "FLOPs relative to α = 1", lambda c: c.flops),
+    ("Newton-Schulz by count, time falls less", "FLOPs relative to α = 1", lambda c: c.flops),
 )
 
 
 def fraction_explorer(advice: Advice) -> Figure:
-    """What every candidate fraction would do, by role: age, starved rows, mass, cost, traffic, and who accepts it.
+    """What every candidate fraction would do, by role: age, overdue rows, mass, cost, traffic, and who accepts it.
 
     The broad vertical lines are the fractions that the advice takes, each with the limit that stands against the next
     smaller one. Limits are dotted; random selection, flat rows and a cost in proportion to α are dashed.
@@ -38,7 +38,7 @@ def fraction_explorer(advice: Advice) -> Figure:
     keys = [page.key(look[0], name, linestyle=look[1]) for look, name in looks]
     keys += [page.key("#C00000", "limit", linestyle=":", linewidth=1.5)]
     keys += [page.null_key("random selection, flat rows, or in proportion to α")]
-    subtitle = f"predicted from the growth of every row's L1 score  ·  {page.BAND_WORDS}"
+    subtitle = f"settled, predicted from the growth of every row's L1 score  ·  {page.BAND_WORDS}"
     notes = [_conclusion(group) for group in advice.groups]
     notes.append("this is about rows and cost, not about the loss: compare runs before a fraction is called as good")
     figure, body = page.page("fraction explorer", subtitle, size=(16, 8), keys=keys, notes=notes)
@@ -51,7 +51,7 @@ def fraction_explorer(advice: Advice) -> Figure:
             table = _table(tried, _members(advice, group), read)
             _band(ax, tried, table, role_look(group.role))
     _age(axes[0], tried, advice)
-    _starved(axes[1], tried, advice)
+    _overdue(axes[1], tried, advice)
     _mass(axes[2], tried, advice)
     axes[3].plot(tried, tried, **page.NULL, gid="null")
     axes[3].set_ylim(bottom=0)
@@ -106,18 +106,20 @@ def _band(ax: Axes, tried: Floats, table: Floats, look: tuple[str, Any, str]) ->
 def _age(ax: Axes, tried: Floats, advice: Advice) -> None:
     below = tried[tried < 1]
     ax.plot(below, [theory.random_age(0.99, float(f)) for f in below], **page.NULL, gid="null")
-    ax.axhline(advice.limits.max_age, **_LIMIT)
+    limit = np.median(_table(tried, advice.matrices, lambda c: c.age_limit), axis=0)
+    ax.plot(tried, limit, **_LIMIT)
     ax.set_yscale("symlog", linthresh=1)
     # Room above for the names of what was chosen.
-    ax.set_ylim(0, 4 * max(ax.get_ylim()[1], advice.limits.max_age))
+    ax.set_ylim(0, 4 * max(ax.get_ylim()[1], float(np.nan_to_num(limit).max())))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
-def _starved(ax: Axes, tried: Floats, advice: Advice) -> None:
-    null = [theory.starved_share([float(f)], advice.limits.max_age) for f in tried]
+def _overdue(ax: Axes, tried: Floats, advice: Advice) -> None:
+    limit = np.median(_table(tried, advice.matrices, lambda c: c.age_limit), axis=0)
+    null = [theory.overdue_share([float(f)], age) for f, age in zip(tried, limit, strict=True)]
     ax.plot(tried, null, **page.NULL, gid="null")
-    ax.axhline(advice.limits.starved, **_LIMIT)
-    top = max(ax.get_ylim()[1], 2 * advice.limits.starved)
+    ax.axhline(advice.limits.overdue, **_LIMIT)
+    top = max(ax.get_ylim()[1], 2 * advice.limits.overdue)
     ax.set_ylim(-0.02 * top, top)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
 

@@ -131,15 +131,17 @@ def advise(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file too.", show_default=False)] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw every fraction: PNG, SVG, PDF.", show_default=False)] = None,
-    max_age: Annotated[float, typer.Option(help="Oldest p99 of the steps since a row was selected.")] = 100.0,
-    starved: Annotated[float, typer.Option(help="Largest share of rows older than that.")] = 0.01,
-    drift: Annotated[float, typer.Option(help="Largest lr x weight decay x age.")] = 0.05,
+    age_horizons: Annotated[float, typer.Option(help="Oldest p99 age of rows, in momentum horizons.")] = 3.0,
+    max_age: Annotated[float | None, typer.Option(help="The same in steps.", show_default="none")] = None,
+    overdue: Annotated[float, typer.Option(help="Largest share of rows that come more rarely than that.")] = 0.01,
+    drift: Annotated[float, typer.Option(help="lr x weight decay x age above which to warn.")] = 0.05,
     mass: Annotated[float, typer.Option(help="Smallest captured share of the L1 mass at fraction 1.")] = 0.3,
     regret: Annotated[float, typer.Option(help="Largest mass that local selection loses.")] = 0.05,
     horizon_share: Annotated[float, typer.Option(help="Longest momentum horizon over all steps.")] = 0.02,
     total_steps: Annotated[
         int | None, typer.Option(help="Steps of the whole training.", show_default="the run's")
     ] = None,
+    mu: Annotated[float, typer.Option(help="Momentum at fraction 1, whose horizon ef_decay shall keep.")] = 0.95,
     seed_sd: Annotated[float, typer.Option(help="Standard deviation of the final loss over seeds.")] = 0.0013,
 ) -> None:
     """Say which fraction Dion2 should select (rows by L1 norm), from what a run at one fraction shows."""
@@ -149,13 +151,15 @@ def advise(
     advice = advise_on(
         load_run(run),
         calibration=None if calibration is None else load_run(calibration),
+        age_horizons=age_horizons,
         max_age=max_age,
-        starved=starved,
+        overdue=overdue,
         drift=drift,
         mass=mass,
         regret=regret,
         horizon_share=horizon_share,
         total_steps=total_steps,
+        mu=mu,
         seed_sd=seed_sd,
     )
     print_advice(Console(), advice)

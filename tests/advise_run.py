@@ -1,7 +1,7 @@
 """A run of Dion2 that never was: selection tables from the simulator, written as the tracker writes them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from scion_telemetry.store import Run, load_run
 
 FRACTIONS = (1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 7 / 16, 1 / 2, 9 / 16, 5 / 8, 3 / 4)
 WIDTH = 32
+LATE = ("selected_late", "steps_late", "score_all_late")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,7 @@ class Matrix:
         options: Of its group.
         columns: Further selection columns.
         snr: Drift over noise of its gradients.
+        ends: Scales at the end of every stretch, if they drift there.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Matrix:
     columns: Mapping[str, float] = field(default_factory=dict)
     role: str = "hidden"
     snr: float = 1.0
+    ends: np.ndarray | None = None
 
 
 def lognormal(n: int = 256, seed: int = 1, sigma: float = 1.0) -> np.ndarray:
@@ -45,11 +48,18 @@ def lognormal(n: int = 256, seed: int = 1, sigma: float = 1.0) -> np.ndarray:
 
 
 def simulated(matrix: Matrix, steps: int, fraction: float) -> Simulated:
-    return simulate(matrix.scales, fraction=fraction, steps=steps, burn_in=0, width=WIDTH, snr=matrix.snr)
+    options: dict[str, Any] = {"width": WIDTH, "snr": matrix.snr, "ends": matrix.ends}
+    return simulate(matrix.scales, fraction=fraction, steps=steps, burn_in=0, **options)
 
 
 def write(
-    path: Path, *matrices: Matrix, every: int = 20, slices: bool = True, mass: bool = True, frequencies: bool = False
+    path: Path,
+    *matrices: Matrix,
+    every: int = 20,
+    slices: bool = True,
+    mass: bool = True,
+    frequencies: bool = False,
+    late: bool = True,
 ) -> Run:
     """Write a run; every stretch of a plan is simulated from zero momentum."""
     selection: dict[int, list[Row]] = {}
@@ -58,12 +68,14 @@ def write(
         rows, told = _tables(matrix, every, mass, frequencies)
         for row in rows:
             selection.setdefault(row.step, []).append(row)
+        if not late:
+            told = [replace(s, values={k: v for k, v in s.values.items() if k not in LATE}) for s in told]
         last += told if slices else []
     columns = tuple(dict.fromkeys(c for rows in selection.values() for row in rows for c in row.values))
     info = run_info(
         params=tuple(_param(m) for m in matrices),
         selection_columns=columns,
-        slice_columns=("selected", "steps", "score", "score_all"),
+        slice_columns=("selected", "steps", "score", "score_all", *(LATE if late else ())),
         attributes={},
     )
     sink = CsvSink(path)
@@ -106,6 +118,8 @@ def _tables(matrix: Matrix, every: int, mass: bool, frequencies: bool) -> tuple[
     told = []
     for i in range(n):
         values = {"selected": float(taken[i]), "steps": float(begin), "score_all": float(seen.score_all[i])}
+        late = seen.selected_late[i], seen.steps_late, seen.score_all_late[i]
+        values |= dict(zip(LATE, map(float, late), strict=True))
         if taken[i]:
             values["score"] = float(score[i] / taken[i])
         told.append(Slice(param=matrix.name, matrix=0, index=i, values=values))

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
@@ -169,6 +170,11 @@ def test_wandb_holds_what_the_run_directory_holds(tmp_path: Path) -> None:
     cells += [(row["step"], f"scalars/{row['variable']}", row["value"]) for row in scalars]
     expected = {(step, key): value for step, key, value in cells if value == value}
     found = {place: value for place, value in stored.items() if not place[1].startswith("telemetry/")}
+    histograms = {place: found.pop(place) for place in list(found) if place[1].startswith("selection_frequencies/")}
+    bins = run.histograms[np.isfinite(run.histograms["log2"])].groupby(["step", "param"], observed=True)["count"].sum()
+    assert {place: sum(drawn) for place, drawn in histograms.items() if place[1].endswith(".values")} == {
+        (step, f"selection_frequencies/{param}.values"): count for (step, param), count in bins.items()
+    }
     assert found.keys() == expected.keys()
     assert len(found) > 1000
     for place, value in expected.items():

@@ -211,8 +211,8 @@ def test_a_short_run_predicts_the_long_one_once_what_rows_hold_is_counted(scales
     error, naive = (float(np.abs(theory.water_fill(g, 0.25) - long).mean()) for g in (rates, counts_alone))
     assert error < {1.0: 0.005, 0.1: 0.017}[snr]
     assert naive > 2 * error
-    assert theory.starved_share(theory.water_fill(counts_alone, 0.25), 100) > 0.1
-    assert theory.starved_share(theory.water_fill(rates, 0.25), 100) < 0.005 > theory.starved_share(long, 100)
+    assert theory.overdue_share(theory.water_fill(counts_alone, 0.25), 100) > 0.1
+    assert theory.overdue_share(theory.water_fill(rates, 0.25), 100) < 0.005 > theory.overdue_share(long, 100)
 
 
 @pytest.mark.parametrize("fraction", [0.125, 0.25, 0.5])
@@ -348,8 +348,8 @@ def test_local_selection_takes_the_same_share_of_every_shard() -> None:
 # What it costs, and what it changes
 
 
-def test_starved_decay_and_horizon() -> None:
-    assert theory.starved_share([0.009, 0.01, 0.5, 1.0], 100) == 0.25
+def test_overdue_decay_and_horizon() -> None:
+    assert theory.overdue_share([0.009, 0.01, 0.5, 1.0], 100) == 0.25
     assert theory.decay_drift(0.02, 0.1, 50) == pytest.approx(0.1)
     assert theory.decay_drift(0.02, 0.0, math.inf) == 0
     assert theory.horizon(0.25, 0.95) == pytest.approx(80)

@@ -10,7 +10,8 @@ Dion2's top-k is by the L1 norm of the momentum's rows (or columns); so is every
 
 from .advise import advise, advise_matrix, predicted_age, predicted_frequency
 from .calibration import calibration_snippet
-from .records import CANDIDATES, Advice, Candidate, Evidence, GroupAdvice, Limits, MatrixAdvice
+from .limits import Limits
+from .records import CANDIDATES, Advice, Candidate, Evidence, GroupAdvice, MatrixAdvice
 
 __all__ = [
     "CANDIDATES",

@@ -15,8 +15,10 @@ import numpy as np
 from scion_telemetry.store import Run
 
 from . import theory
+from .changes import changes
 from .evidence import gather
-from .records import CANDIDATES, Advice, Candidate, Evidence, GroupAdvice, LimitOptions, Limits, MatrixAdvice
+from .limits import LimitOptions, Limits
+from .records import CANDIDATES, Advice, Candidate, Evidence, GroupAdvice, MatrixAdvice
 
 SEED_SD = 0.0013
 """Standard deviation over seeds of the final validation loss of a 124 M GPT, measured on public runs."""
@@ -24,6 +26,9 @@ SEED_SD = 0.0013
 _BURSTS = 3.0
 """Measured ages over those by chance, of frequencies predicted from fraction 1, in the median of 18 matrices, 3 seeds:
 2.8 at .5, 3.0 at .25, 3.1 at .125, 3.5 at .0625; scaled by it, one matrix is off by a factor of 1.6 to 1.8."""
+
+_CHANCE = 4 / 3
+"""The same of frequencies that were counted at .25: 1.2 at .5, 1.6 at .125, 1.3 at .0625; off by 1.7 to 1.8."""
 
 _GAPS = (0.001, 0.002, 0.005, 0.01)
 
@@ -44,7 +49,7 @@ def advise(
         calibration: A run at fraction 1; not needed where ``run`` itself has a window at 1.
         seed_sd: Standard deviation of the final loss over seeds, for the table of how many seeds an A/B takes.
         candidates: Fractions to try; 1 is always among them.
-        limits: Fields of :class:`Limits`: ``max_age``, ``starved``, ``drift``, ``mass``, ``regret``, ...
+        limits: Fields of :class:`Limits`: ``age_horizons``, ``overdue``, ``mass``, ``regret``, ``total_steps``, ...
 
     Raises:
         ValueError: The run cannot support advice, a limit is out of range, or a candidate is.
@@ -60,6 +65,8 @@ def advise(
     return Advice(
         run=str(run.path),
         limits=kept,
+        total_steps=kept.total_steps or max(e.total_steps for e in found),
+        total_steps_from="given" if kept.total_steps else "run",
         groups=tuple(group for group, _ in told),
         matrices=tuple(by_name[e.param] for e in found),
         notes=tuple(notes),
@@ -111,9 +118,9 @@ def predicted_age(
     In real training gradients come in bursts, and rows get several times as old as their period, older than chance has
     it even, by about the same factor at every fraction. From .25, the median matrix was predicted at 1.2 times what
     came at .5, .95 at .125 and 1.1 at .0625 (18 matrices, 3 seeds; one matrix is off by a factor of 1.4 to 1.6), where
-    the period alone says a quarter. It is the period alone where no age was logged, or so many rows wait for their
-    first selection that the measured quantile is theirs. Where the tail is only known as a curve, the measured age is
-    moved by the level of the water. From a run at fraction 1 it is three times the age by chance, as was measured.
+    the period alone says a quarter. Where no age was logged, or so many rows wait for their first selection that the
+    measured quantile is theirs, it is 4/3 of the age by chance, and from a run at fraction 1 three times that age, as
+    was measured. Where the tail is only known as a curve, the measured age is moved by the level of the water.
     """
     if fraction == 1:
         return 0.0
@@ -126,11 +133,10 @@ def predicted_age(
     frequency = predicted_frequency(evidence, fraction, sharpness=sharpness)
     if evidence.source == "calibration":
         return _BURSTS * (theory.geometric_age(frequency, q) + 1) - 1
-    age = theory.periodic_age(frequency, q)
-    if evidence.age_p99 is None or evidence.never > (1 - q) / 2:
-        return age
     period = theory.periodic_age(predicted_frequency(evidence, evidence.fraction, sharpness=sharpness), q)
-    return max(0.0, (evidence.age_p99 + 1) * (age + 1) / (period + 1) - 1) if np.isfinite(period) else age
+    if evidence.age_p99 is None or evidence.never > (1 - q) / 2 or not np.isfinite(period):
+        return _CHANCE * (theory.geometric_age(frequency, q) + 1) - 1
+    return max(0.0, (evidence.age_p99 + 1) * (theory.periodic_age(frequency, q) + 1) / (period + 1) - 1)
 
 
 def advise_matrix(evidence: Evidence, limits: Limits, tried: Sequence[float] = CANDIDATES) -> MatrixAdvice:
@@ -168,23 +174,22 @@ def _smallest(failed: Sequence[Mapping[str, float]], costs: Sequence[float], sav
 
 
 def _candidate(e: Evidence, limits: Limits, fraction: float, flat: bool) -> Candidate:
-    steps = limits.total_steps or e.total_steps
-    frequency = predicted_frequency(e, fraction, steps, sharpness=limits.sharpness)
+    frequency = predicted_frequency(e, fraction, sharpness=limits.sharpness)
     age = predicted_age(e, fraction, sharpness=limits.sharpness)
     k = theory.selected_count(e.n, fraction, e.shards, e.scope)
     mass, excess = _mass(e, fraction)
     horizon = theory.horizon(fraction, e.ef_decay)
-    longest = max(limits.horizon_share * steps, theory.horizon(1.0, e.ef_decay))
+    limit = limits.oldest(horizon)
     matched = theory.matched_ef(fraction, limits.mu)
-    mended = horizon > longest and matched >= 0
-    full = theory.newton_schulz_flops(e.n, e.width)
-    flops = theory.newton_schulz_flops(k, e.width) / full
+    mended = matched >= 0 and _remembers_otherwise(e, fraction, 1 / (1 - limits.mu))
+    flops = theory.newton_schulz_flops(k, e.width) / theory.newton_schulz_flops(e.n, e.width)
     cut = e.shards > 1
     made = Candidate(
         fraction=fraction,
         k=k,
         age_p99=age,
-        starved=theory.starved_share(frequency, limits.max_age),
+        age_limit=limit,
+        overdue=theory.overdue_share(frequency, limit),
         always=float((frequency >= 0.99).mean()),
         drift=0.0 if e.decays_selected else theory.decay_drift(e.lr, e.weight_decay, age),
         mass=mass,
@@ -197,8 +202,20 @@ def _candidate(e: Evidence, limits: Limits, fraction: float, flat: bool) -> Cand
         cost=(flops + k / e.n) / 2 if cut else flops,
         saving=0.0,
         failed={},
+        warned={},
     )
-    return replace(made, failed=_failed(made, limits, flat, float("inf") if mended else longest))
+    longest = max(limits.horizon_share * (limits.total_steps or e.total_steps), theory.horizon(1.0, e.ef_decay))
+    failed = _failed(made, limits, flat, float("inf") if mended else longest)
+    return replace(made, failed=failed, warned=_broken({"drift": _over(made.drift, limits.drift)}))
+
+
+def _remembers_otherwise(e: Evidence, fraction: float, wanted: float) -> bool:
+    """Whether the momentum would remember more than ``wanted`` steps with the run's decay, or fewer and now does not.
+
+    Fewer are left alone where they were so before, and so is fraction 1, where they are the user's choice.
+    """
+    horizon, now = (theory.horizon(f, e.ef_decay) for f in (fraction, e.fraction))
+    return (fraction < 1 and horizon > 1.05 * wanted) or now > 0.95 * wanted > horizon
 
 
 def _mass(e: Evidence, fraction: float) -> tuple[float | None, float | None]:
@@ -219,14 +236,18 @@ def _flat_everywhere(evidence: Evidence, limit: float) -> bool:
 
 def _failed(c: Candidate, limits: Limits, flat: bool, longest: float) -> dict[str, float]:
     """Limits that are broken, with value over limit; a captured mass that is too small counts as limit over value."""
-    ratios = {
-        "age": c.age_p99 / limits.max_age,
-        "starved": _over(c.starved, limits.starved),
-        "drift": _over(c.drift, limits.drift),
-        "mass": 0.0 if c.mass is None or flat else _over(limits.mass, c.mass),
-        "regret": 0.0 if c.regret is None else _over(c.regret, limits.regret),
-        "horizon": c.horizon / longest,
-    }
+    return _broken(
+        {
+            "age": c.age_p99 / c.age_limit,
+            "overdue": _over(c.overdue, limits.overdue),
+            "mass": 0.0 if c.mass is None or flat else _over(limits.mass, c.mass),
+            "regret": 0.0 if c.regret is None else _over(c.regret, limits.regret),
+            "horizon": c.horizon / longest,
+        }
+    )
+
+
+def _broken(ratios: Mapping[str, float]) -> dict[str, float]:
     return {name: ratio for name, ratio in ratios.items() if ratio > 1 + 1e-9}
 
 
@@ -274,7 +295,7 @@ def _group(role: str, matrices: Sequence[MatrixAdvice], limits: Limits) -> Group
         worst=worst,
         worst_value=value,
         accepted=dict(zip(tried, share, strict=True)),
-        changes=tuple(_changes(matrices, best, limits)),
+        changes=tuple(changes(matrices, best, binding, limits)),
     )
 
 
@@ -296,33 +317,3 @@ def _worst(matrices: Sequence[MatrixAdvice], binding: str, start: int) -> tuple[
         if broken[name] > 0:
             return name, broken[name]
     return "", float("nan")
-
-
-def _changes(matrices: Sequence[MatrixAdvice], best: int, limits: Limits) -> list[str]:
-    """What belongs to a change of the fraction."""
-    fraction = matrices[0].candidates[best].fraction
-    chosen = [m.candidates[best] for m in matrices]
-    changes = []
-    mended = [c.ef_decay for c, m in zip(chosen, matrices, strict=True) if c.ef_decay != m.evidence.ef_decay]
-    if mended:
-        horizon = max(c.horizon for c in chosen)
-        total = limits.total_steps or matrices[0].evidence.total_steps
-        changes.append(f"ef_decay={mended[0]:.3g}: else the momentum would remember {horizon:.0f} of all {total} steps")
-    elif fraction < 1 and (matched := theory.matched_ef(fraction, limits.mu)) >= 0:
-        changes.append(f"ef_decay stays; {matched:.3g} would give back the horizon of momentum {limits.mu:g}")
-    now = float(np.median([m.evidence.fraction for m in matrices]))
-    if abs(fraction - now) > 0.01:
-        changes.append(f"tune lr again: the RMS of a step goes with √fraction, here by {np.sqrt(fraction / now):.2f}")
-    if any(not m.evidence.decays_selected and m.evidence.weight_decay > 0 for m in matrices) and fraction < 1:
-        drift = max(c.drift for c in chosen)
-        changes.append(f'decay_on="selected" would end the drift of waiting rows (now up to {drift:.2g})')
-    others = [m for m in matrices if not m.candidates[best].accepted]
-    local = [m for m in others if set(m.candidates[best].failed) == {"regret"}]
-    own = [m for m in others if m not in local]
-    if local:
-        names = ", ".join(m.evidence.param for m in local[:3])
-        changes.append(f'selection_scope="global" for {len(local)} of {len(matrices)} matrices: {names}')
-    if own:
-        names = ", ".join(f"{m.evidence.param} {m.global_fraction:g}" for m in own[:3])
-        changes.append(f"a larger fraction of their own for {len(own)} of {len(matrices)} matrices: {names}")
-    return changes

@@ -1,6 +1,6 @@
 """How to get a calibration window: steps at fraction 1, where rows decay alike and momentum shows their true mass."""
 
-from .evidence import FEWEST_STEPS
+from .stretches import FEWEST_STEPS
 
 
 def calibration_snippet(fraction: float = 0.25, *, warm_up: int = 200, steps: int = FEWEST_STEPS) -> str:

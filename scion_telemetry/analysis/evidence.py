@@ -5,62 +5,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from scion_telemetry.store import Run
 
 from .estimators import Array
+from .growth import curve_growth, has_late, late_growth, rarest_window, whole_growth
 from .notes import notes_on
 from .records import Evidence
-from .theory import balanced_growth, calibrated_growth
+from .refusals import (
+    refuse_as_calibration,
+    refuse_few,
+    refuse_mixed_scopes,
+    refuse_unknown_rows,
+    refuse_without_selection,
+)
+from .stretches import FEWEST_STEPS, Stretch, longest_last, stretches
+from .theory import calibrated_growth, horizon
 
-FEWEST_STEPS = 200
-"""Steps at one fraction below which nothing is advised."""
-
-_FEWEST_ROWS = 5
 _SETTLED = 3.0
 """Momentum horizons after which a calibration window has forgotten how rows were levelled before it."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
-    """Rows of one parameter in consecutive flushes at one realised fraction.
-
-    Args:
-        rows: Their part of the selection table, ascending in step.
-        begin: Step after which it begins: that of the flush before, or of the tracker's start.
-        end: Step of its last flush.
-    """
-
-    rows: pd.DataFrame
-    begin: int
-    end: int
-
-    @property
-    def fraction(self) -> float:
-        """Realised k / n."""
-        return float(self.rows["fraction"].iloc[0])
-
-    @property
-    def steps(self) -> int:
-        """Length in steps, exact where the fraction changed at a flush."""
-        return self.end - self.begin
-
-
-def stretches(rows: pd.DataFrame, start: int) -> list[Stretch]:
-    """Cut the selection rows of one parameter where its realised fraction changes.
-
-    Args:
-        rows: Of one parameter.
-        start: Step at which the tracker attached.
-    """
-    rows = rows[rows["fraction"].notna()].sort_values("step")
-    number = (rows["fraction"].diff().abs() > 1e-9).cumsum()
-    found: list[Stretch] = []
-    for _, part in rows.groupby(number, sort=True):
-        found.append(Stretch(rows=part, begin=found[-1].end if found else start, end=int(part["step"].iloc[-1])))
-    return found
+_LEVELLED = 10.0
+"""Momentum horizons after a change of the fraction until a row a tenth as frequent as the mean has had its turn."""
 
 
 def gather(run: Run, calibration: Run | None = None) -> tuple[list[Evidence], list[str]]:
@@ -70,13 +37,13 @@ def gather(run: Run, calibration: Run | None = None) -> tuple[list[Evidence], li
         ValueError: The run cannot support advice; the message says what to log.
     """
     params = _selecting(run)
-    _refuse_mixed_scopes(params)
+    refuse_mixed_scopes({name: options for name, _, options in _facts(params)})
     start = int(run.info.get("start_step", 0))
     by_param = {str(name): rows for name, rows in run.selection.groupby("param", observed=True)}
     parts = {name: stretches(by_param[name], start) for name in params["name"] if name in by_param}
     slices = {str(name): rows for name, rows in run.slices.groupby("param", observed=True)}
     whole = _selects_everything(parts, slices)
-    _refuse(str(run.path), parts, 1.0 if whole else math.nextafter(1.0, 0.0))
+    refuse_few(run, parts, 1.0 if whole else math.nextafter(1.0, 0.0))
     curves = _calibration_curves(parts, params)
     if calibration is not None:
         curves |= _curves_of(calibration)
@@ -87,28 +54,18 @@ def gather(run: Run, calibration: Run | None = None) -> tuple[list[Evidence], li
         if not live:
             skipped.append(name)
             continue
+        part = longest_last(live)
+        alone = len(parts[name]) == 1
         reader = _Reader(
-            name=name, fact=fact, options=options, part=_longest_last(live), start=start, last=max(run.steps)
+            name=name, fact=fact, options=options, part=part, start=start, last=max(run.steps), alone=alone
         )
         found.append(reader.evidence(slices.get(name), curves.get(name), lrs.get(name)))
-    return found, notes_on(found, skipped)
-
-
-def _refuse_mixed_scopes(params: pd.DataFrame) -> None:
-    example = {str(options.get("selection_scope", "local")): name for name, _, options in _facts(params)}
-    if len(example) > 1:
-        raise ValueError(
-            f"selection scopes are mixed ({', '.join(f'{s!r}: {n}' for s, n in sorted(example.items()))}), of "
-            "which one answer cannot tell; train with one selection_scope for all that selects, and advise on that run"
-        )
+    windows = [p for found_parts in parts.values() for p in found_parts if p.fraction >= 1 and not whole]
+    return found, notes_on(found, skipped, max(windows, key=lambda p: p.steps, default=None))
 
 
 def _selecting(run: Run) -> pd.DataFrame:
-    if run.selection.empty or "fraction" not in run.selection:
-        raise ValueError(
-            f"{str(run.path)!r} has no selection rows: no parameter was stepped by Dion2 or Dion3, or selection "
-            "metrics were switched off; train with optim.Dion2 under a Tracker with its default metrics"
-        )
+    refuse_without_selection(run)
     names = set(run.selection["param"].unique())
     return run.params[run.params["name"].isin(names)]
 
@@ -118,58 +75,11 @@ def _facts(params: pd.DataFrame) -> Iterator[tuple[str, Mapping[str, Any], Mappi
         yield str(row["name"]), {str(k): v for k, v in row.items()}, row["options"]
 
 
-def _longest_last(parts: list[Stretch]) -> Stretch:
-    """The last stretch that is long enough, or the longest where none is."""
-    enough = [part for part in parts if part.steps >= FEWEST_STEPS and len(part.rows) >= _FEWEST_ROWS]
-    return enough[-1] if enough else max(parts, key=lambda part: part.steps)
-
-
 def _selects_everything(parts: Mapping[str, list[Stretch]], slices: Mapping[str, pd.DataFrame]) -> bool:
     """Whether a run is at fraction 1 throughout, and scored every row of every matrix."""
     return all(p.fraction >= 1 for found in parts.values() for p in found) and all(
         name in slices and "score_all" in slices[name] and slices[name]["score_all"].notna().all() for name in parts
     )
-
-
-def _refuse(where: str, parts: Mapping[str, list[Stretch]], largest: float) -> None:
-    live = {name: [p for p in found if p.fraction <= largest] for name, found in parts.items()}
-    live = {name: found for name, found in live.items() if found}
-    if not live:
-        raise ValueError(
-            f"{where!r} selects everything (fraction 1) at every step: it is a calibration run, and tells without "
-            "slices.csv (written when the tracker closes: call tracker.close()) the mass that rows would have but not "
-            "how often they would be selected; give it as calibration= beside a run at a smaller fraction, of "
-            f">= {FEWEST_STEPS} steps"
-        )
-    name, found = min(live.items(), key=lambda item: _longest_last(item[1]).steps)
-    best = _longest_last(found)
-    if best.steps < FEWEST_STEPS and len(found) > 1:
-        values = ", ".join(f"{p.fraction:.3g} up to step {p.end}" for p in found[:4])
-        raise ValueError(
-            f"{where!r} changes the fraction of {name!r} too often ({values}, …): the longest stretch is {best.steps} "
-            f"steps; keep one fraction for >= {FEWEST_STEPS} steps (set_fraction between two steps)"
-        )
-    if best.steps < FEWEST_STEPS:
-        raise ValueError(
-            f"{where!r} has too few steps at one fraction: {best.steps} of {name!r} at {best.fraction:.3g}; log at "
-            f"least {FEWEST_STEPS}"
-        )
-    if len(best.rows) < _FEWEST_ROWS:
-        raise ValueError(
-            f"{where!r} measured the selection of {name!r} only {len(best.rows)} times at {best.fraction:.3g}; log at "
-            f"least {_FEWEST_ROWS} flushes (every={max(1, best.steps // 20)})"
-        )
-    _refuse_broken({name: _longest_last(found).rows for name, found in live.items()})
-
-
-def _refuse_broken(tables: Mapping[str, pd.DataFrame]) -> None:
-    for name, rows in tables.items():
-        # A momentum of zeros has no mass either, but only before its first gradient.
-        if "captured_mass" in rows and math.isnan(rows["captured_mass"].iloc[-1]):
-            raise ValueError(
-                f"the momentum of {name!r} holds NaN, infinity or nothing at step {rows['step'].iloc[-1]}: a run that "
-                "broke cannot be advised on; advise on one that ended before"
-            )
 
 
 def _curve(rows: pd.DataFrame, prefix: str) -> dict[float, float]:
@@ -197,10 +107,7 @@ def _curves_of(calibration: Run) -> dict[str, dict[float, float]]:
     parts = {str(n): stretches(rows, start) for n, rows in calibration.selection.groupby("param", observed=True)}
     curves = _calibration_curves(parts, params)
     if not curves:
-        raise ValueError(
-            f"{str(calibration.path)!r} is no calibration run: it needs >= {FEWEST_STEPS} steps at fraction 1 with the "
-            "columns mass_at_… in its selection table; `scion-telemetry calibrate` shows how"
-        )
+        refuse_as_calibration(calibration, [p for found in parts.values() for p in found if p.fraction >= 1])
     return curves
 
 
@@ -225,6 +132,7 @@ class _Reader:
     part: Stretch
     start: int
     last: int
+    alone: bool
 
     def evidence(
         self, slices: pd.DataFrame | None, calibration: Mapping[float, float] | None, lr: float | None
@@ -237,7 +145,7 @@ class _Reader:
         matrices = math.prod(shape[:-2]) * int(options.get("num_heads") or 1)
         n, width = total // matrices, math.prod(shape) // total
         whole = self.part.fraction >= 1
-        source, rates, never = self._growth(slices if slices is not None and len(slices) == total else None, n)
+        grown = self._growth(slices if slices is not None and len(slices) == total else None, n)
         return Evidence(
             param=self.name,
             role=str(self.fact["role"]),
@@ -254,9 +162,10 @@ class _Reader:
             lr=max(float(options.get("lr", 0.0)), lr or 0.0),
             weight_decay=float(options.get("weight_decay", 0.0)),
             decays_selected=options.get("decay_on") == "selected",
-            source=source,
-            rates=rates,
-            never=never,
+            source=grown.source,
+            rates=grown.rates,
+            late=grown.late,
+            never=grown.never,
             age_p99=None if whole else _middle(rows, "age_p99"),
             regret=None if whole else _mean(rows, "regret"),
             regret_at={int(w): v for w, v in _curve(rows, "regret_at").items()},
@@ -264,51 +173,52 @@ class _Reader:
             mass_source=mass_source,
         )
 
-    def _growth(self, slices: pd.DataFrame | None, n: int) -> tuple[str, Array, float]:
-        """Where it is from, the growth of every row, and the share of rows that were never selected."""
+    def _growth(self, slices: pd.DataFrame | None, n: int) -> "_Grown":
         if slices is None:
-            return "curve", *self._from_curve(n)
-        if self.part.fraction < 1:
-            return "slices", *self._from_slices(slices, n)
-        scores = slices.sort_values(["matrix", "index"])["score_all"].to_numpy(float)
-        return "calibration", calibrated_growth(scores).reshape(-1, n), 0.0
-
-    def _from_slices(self, slices: pd.DataFrame, n: int) -> tuple[Array, float]:
-        """Growth of every row from what the whole run took from it and what it still holds.
-
-        Sums over the whole run hold for any schedule of fractions; a run that starts from zero momentum ends with all
-        that a row holds gained in it.
-        """
+            return self._from_curve(n)
         slices = slices.sort_values(["matrix", "index"])
-        selected, steps = slices["selected"].to_numpy(float), np.maximum(1.0, slices["steps"].to_numpy(float))
-        threshold = _middle(self.part.rows, "threshold")
-        # A row that was selected between flushes only: error feedback levels scores, so it had about the threshold.
-        score = slices["score"].fillna(slices["score"].median() if threshold is None else threshold).to_numpy(float)
-        held = np.zeros_like(score)
-        if self.start == 0 and threshold is not None:
-            now = 2 * slices["score_all"].to_numpy(float) if "score_all" in slices else np.full_like(score, threshold)
-            held = np.minimum(threshold, np.where(np.isfinite(now), now, threshold))
-        rates = balanced_growth(score, selected, steps, _ef(self.options), held)
-        return rates.reshape(-1, n), float((selected == 0).mean())
+        if self.part.fraction < 1:
+            return self._from_slices(slices, n)
+        rates = calibrated_growth(slices["score_all"].to_numpy(float)).reshape(-1, n)
+        return _Grown(source="calibration", rates=rates, never=0.0)
 
-    def _from_curve(self, n: int) -> tuple[Array, float]:
-        """Frequencies in units of θ from the mean Lorenz curve; rows at 1 may grow faster than it shows."""
-        rows, needed = self.part.rows, math.ceil(8 / self.part.fraction)
+    def _from_slices(self, slices: pd.DataFrame, n: int) -> "_Grown":
+        """From the later part of the run where it was at one fraction and is told of, else from all of it."""
+        threshold, cold = _middle(self.part.rows, "threshold"), self.start == 0
+        never = float((slices["selected"] == 0).mean())
+        late = int(slices["steps_late"].iloc[0]) if threshold is not None and has_late(slices) else 0
+        if threshold is not None and late and self._was_level(late):
+            rates = late_growth(slices, threshold, _ef(self.options), cold=cold and self.alone)
+        else:
+            rates, late = whole_growth(slices, threshold, _ef(self.options), cold=cold), 0
+        return _Grown(source="slices", rates=rates.reshape(-1, n), never=never, late=late)
+
+    def _was_level(self, steps: int) -> bool:
+        """Whether the last so many steps are all of this stretch, long after the fraction changed."""
+        before = self.last - steps - self.part.begin
+        levelled = _LEVELLED * horizon(self.part.fraction, _ef(self.options))
+        return self.alone or (self.part.end == self.last and before >= levelled)
+
+    def _from_curve(self, n: int) -> "_Grown":
+        rows = self.part.rows
         if "window" in rows:
-            rows = rows[rows["window"] >= needed]
+            rows = rows[rows["window"] >= rarest_window(self.part.fraction)]
         curve = _curve(rows, "frequency_at") if len(rows) else {}
         if not curve:
-            raise ValueError(
-                f"nothing says how often single rows of {self.name!r} were selected: there is no slices.csv for it "
-                f"(written when the tracker closes: call tracker.close()), and no curve frequency_at_… counted over "
-                f">= {needed} steps (log selection every >= {needed} steps)"
-            )
-        at = np.array([0.0, *curve, 1.0])
-        share = np.maximum.accumulate(np.array([0.0, *curve.values(), 1.0]))
-        cumulated = np.interp(np.arange(n + 1) / n, at, share)
-        f = np.minimum(1.0, np.diff(cumulated) * self.part.fraction * n)
-        coverage = _mean(rows, "coverage")
-        return f[None, :], 0.0 if coverage is None else 1 - coverage
+            refuse_unknown_rows(self.name, self.part.fraction)
+        rates, coverage = curve_growth(curve, self.part.fraction, n), _mean(rows, "coverage")
+        never = 0.0 if coverage is None else 1 - coverage
+        return _Grown(source="curve", rates=rates[None, :], never=never)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Grown:
+    """Growth of every row, where it is from, steps of the later part that tell it, and the share never selected."""
+
+    source: str
+    rates: Array
+    never: float
+    late: int = 0
 
 
 def _middle(rows: pd.DataFrame, column: str) -> float | None:

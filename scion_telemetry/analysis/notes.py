@@ -3,21 +3,28 @@
 from collections.abc import Sequence
 
 from .records import Evidence
+from .stretches import FEWEST_STEPS, Stretch
 
 
-def notes_on(found: Sequence[Evidence], skipped: Sequence[str]) -> list[str]:
+def notes_on(found: Sequence[Evidence], skipped: Sequence[str], window: Stretch | None = None) -> list[str]:
     """Every gap in the evidence once, with how many matrices it concerns and what would close it.
 
     Args:
         found: Evidence of every matrix.
         skipped: Parameters that select everything.
+        window: The longest stretch at fraction 1 of a run that is below it elsewhere; None where there is none.
     """
     notes = []
     if without := [e.param for e in found if e.mass_source == "none"]:
+        what = "add a calibration window at fraction 1 (`scion-telemetry calibrate`)"
+        if window is not None:
+            what = (
+                f"its window at fraction 1 has {window.steps} steps up to step {window.end}, make it {FEWEST_STEPS} or "
+                "more in which mass_at_… is measured"
+            )
         notes.append(
             f"the mass rule was not applied to {len(without)} of {len(found)} matrices ({without[0]!r}, …): momentum "
-            "at a fraction below 1 always looks flat; add a calibration window (`scion-telemetry calibrate`) or log "
-            "the gradient side"
+            f'at a fraction below 1 always looks flat; {what}, or add "selection_gradient" to the metrics'
         )
     if stand_in := sum(e.mass_source == "gradient" for e in found):
         notes.append(
@@ -27,17 +34,30 @@ def notes_on(found: Sequence[Evidence], skipped: Sequence[str]) -> list[str]:
         notes.append(
             f"frequency curves, whose tails are coarse, stand in for slices.csv of {curve} matrices: close the tracker"
         )
+    if averaged := [e for e in found if e.source == "slices" and not e.late]:
+        notes.append(
+            f"growth of {len(averaged)} matrices is averaged over the whole run, though it drifts: slices.csv says "
+            "nothing of its later part (an older run, or flushes in the second half only), or the fraction had just "
+            "changed there"
+        )
     if whole := sum(e.source == "calibration" for e in found):
         notes.append(
             f"{whole} matrices selected everything: how rows grow is taken from the squares of their scores, as where "
             "gradients are nearly all noise; ages are within a factor of 2 or so, and what local selection loses is "
             "not known; advise again on a few hundred steps at the fraction"
         )
+    if as_if := [e for e in found if e.regret_at and not (e.shards > 1 and e.scope == "local")]:
+        notes.append(
+            f"regret_at_W of {len(as_if)} matrices is what cutting a selection that was made as a whole would lose, "
+            "not what selecting in shards does lose: each shard levels its rows to a threshold of its own, and a run "
+            "that did lost 15 times as much (.0165 for .0011, 2 shards, fraction .25); train with local scope to know"
+        )
     if young := [e for e in found if e.never > 0]:
         worst = max(young, key=lambda e: e.never)
         notes.append(
             f"rows were never selected in {len(young)} of {len(found)} matrices ({worst.never:.1%} of "
-            f"{worst.param!r}): a row first saves up for 1 / (1 - ef_decay) selections; a longer run tells more of them"
+            f"{worst.param!r}): a row first saves up for 1 / (1 - ef_decay) selections; where they are more than .5 %, "
+            "ages are predicted by chance and not from the measured one; a longer run tells more of them"
         )
     if skipped:
         notes.append(f"{len(skipped)} matrices always select everything and were left out ({skipped[0]!r}, …)")

@@ -4,87 +4,23 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TypedDict
 
 import pandas as pd
 
 from .estimators import Array
-from .theory import SHARPNESS
+from .limits import Limits
+
+SETTLED = "ages and overdue rows are those of the settled state, once every row had its first turn"
+"""Of when the predictions are."""
+
+FLOPS = (
+    "FLOPs of Newton-Schulz relative to fraction 1; the time of the optimizer falls less: in matrices 512 wide, "
+    ".38, .23, .17 and .14 were measured at .5, .25, .125 and .0625, where FLOPs say .21, .047, .011 and .003"
+)
+"""What the predicted cost is, and what it is not."""
 
 CANDIDATES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)
 """Fractions that are tried, descending."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a fraction has to keep to. Proposals, not laws: the literature only anchors .25 and .5.
-
-    ``mass`` is .3 because down to there halving the fraction cost little: in trainings of a small GPT (3 seeds, the
-    same lr) the loss rose by .020 from 1 to .5 and by .026 to .25, at which matrices held .30 to .45 of the mass, but
-    by .075 to .125, at which they held .21 on average. A limit of .5 would amount to a fraction of about .375 or more
-    (.51 of the mass) for all of these matrices, which are nearly flat. No fraction below 1 was as good as 1.
-
-    Args:
-        max_age: Oldest 99th percentile of the steps since a row was selected.
-        starved: Largest share of rows that come less often than once in ``max_age`` steps.
-        drift: Largest lr · λ · age_p99, shrinkage by weight decay between two steps of a row.
-        mass: Smallest share of unequalised L1 mass in the selected rows, unless the matrix is flat.
-        flat: A matrix whose excess mass stays below this at every fraction is flat, and ``mass`` says nothing of it.
-        regret: Largest mass that a selection within every shard loses against one over all of them.
-        horizon_share: Longest momentum horizon, as a share of all steps of the training.
-        total_steps: Of the training that the fraction is for; None: as long as the run is.
-        mu: Momentum whose horizon 1 / (1 - µ) a changed ``ef_decay`` shall give back.
-        coverage: Share of the parameters whose matrices have to accept a fraction.
-        saving: Smallest relative saving over the next larger fraction for which a smaller one is taken.
-        sharpness: p of :func:`~.theory.water_fill` by which frequencies are predicted, measured in real training;
-            infinite for gradients that hardly vary from step to step.
-
-    Raises:
-        ValueError: A limit is out of range.
-    """
-
-    max_age: float = 100.0
-    starved: float = 0.01
-    drift: float = 0.05
-    mass: float = 0.3
-    flat: float = 0.05
-    regret: float = 0.05
-    horizon_share: float = 0.02
-    total_steps: int | None = None
-    mu: float = 0.95
-    coverage: float = 0.95
-    saving: float = 0.05
-    sharpness: float = SHARPNESS
-
-    def __post_init__(self) -> None:
-        if not self.max_age >= 1:
-            raise ValueError(f"max_age must be >= 1 step, got {self.max_age!r}")
-        for name in ("starved", "drift", "mass", "flat", "regret", "horizon_share", "coverage", "saving"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)!r}")
-        if not self.sharpness > 0:
-            raise ValueError(f"sharpness must be > 0, got {self.sharpness!r}; inf lets a row be full at once")
-        if not 0 <= self.mu < 1:
-            raise ValueError(f"mu must be in [0, 1), got {self.mu!r}")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise ValueError(f"total_steps must be >= 1, got {self.total_steps!r}")
-
-
-class LimitOptions(TypedDict, total=False):
-    """The fields of ``Limits`` as keyword arguments."""
-
-    max_age: float
-    starved: float
-    drift: float
-    mass: float
-    flat: float
-    regret: float
-    horizon_share: float
-    total_steps: int | None
-    mu: float
-    coverage: float
-    saving: float
-    sharpness: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -109,12 +45,15 @@ class Evidence:
         decays_selected: Only selected rows decay, so that waiting costs nothing.
         source: ``slices`` (every row counted), ``curve`` (read off the frequency curve, without single rows) or
             ``calibration`` (squares of the scores of a run at fraction 1, in no unit).
-        rates: Growth of every row ``[matrices, n]``, in units of the score a step; the mean over the whole run, though
-            it drifts: rates of the last half alone halve the error at .25 and below.
+        rates: Growth of every row ``[matrices, n]``, in units of the score a step.
+        late: Steps at the end of the run in which it was counted; 0: in the whole run, though it drifts (rates of the
+            last half alone halve the error at .25 and below), or by no counts.
         never: Share of rows that were never selected.
         age_p99: Median of the logged ``age_p99`` in the last quarter; None where it was not logged.
         regret: Mean of the logged ``regret``; None where rows are not cut.
-        regret_at: Mean regret that W shards would have, by W.
+        regret_at: Mean regret that W shards would have, by W, if the selection at hand were cut. Selecting in shards
+            loses more, since each levels its rows to a threshold of its own: 15 times as much in the study (.0165 for
+            .0011, 2 shards, .25).
         mass: Captured-mass curve of unequalised scores, by fraction; empty where there is none.
         mass_source: ``calibration``, ``gradient`` or ``none``.
     """
@@ -136,6 +75,7 @@ class Evidence:
     decays_selected: bool
     source: str
     rates: Array
+    late: int
     never: float
     age_p99: float | None
     regret: float | None
@@ -156,27 +96,31 @@ class Candidate:
     Args:
         fraction: α as an option.
         k: Rows or columns selected of every matrix, over all shards.
-        age_p99: Predicted 99th percentile of the age in steps, once all rows had their first turn.
-        starved: Predicted share of rows selected less often than once in ``max_age`` steps, over the whole training:
-            rows that have to save up long for their first turn count.
+        age_p99: Predicted 99th percentile of the age in steps, settled: once every row had its first turn.
+        age_limit: What is allowed of it, in steps.
+        overdue: Predicted share of rows selected less often than once in ``age_limit`` steps, settled likewise.
         always: Predicted share of rows selected in 99 % of the steps or more.
         drift: lr · λ · age_p99.
         mass: Captured unequalised mass; None where it is not known.
         excess: Of that over flat rows, 0 to 1; None where it is not known.
         regret: Mass lost to local selection; None where nothing is cut or scope is global.
         horizon: Momentum horizon in steps with the run's ``ef_decay``.
-        ef_decay: What to set so that the horizon is in bounds; the run's own where it is already.
-        flops: Newton-Schulz FLOPs relative to fraction 1.
+        ef_decay: What to set with the fraction so that the momentum remembers no longer than ``mu`` does at fraction
+            1; the run's own where it does not anyhow, or no decay can.
+        flops: Newton-Schulz FLOPs relative to fraction 1. The time of the optimizer falls less: of matrices 512 wide
+            it was .38, .23, .17 and .14 at .5, .25, .125 and .0625, and FLOPs say .21, .047, .011 and .003.
         bytes: Bytes a step between ranks, of the whole parameter.
         cost: FLOPs, or the mean of FLOPs and bytes where rows are cut, relative to fraction 1.
-        saving: 1 - cost / cost of the next larger candidate.
+        saving: 1 - cost / cost of the next larger candidate, by the same count.
         failed: Names of the limits that it breaks, and how far: value over limit, above 1.
+        warned: The same of limits that only warn.
     """
 
     fraction: float
     k: int
     age_p99: float
-    starved: float
+    age_limit: float
+    overdue: float
     always: float
     drift: float
     mass: float | None
@@ -189,6 +133,7 @@ class Candidate:
     cost: float
     saving: float
     failed: Mapping[str, float]
+    warned: Mapping[str, float]
 
     @property
     def accepted(self) -> bool:
@@ -234,7 +179,7 @@ class GroupAdvice:
         worst: The parameter that breaks that limit most, and the value there; empty and NaN where nothing does.
         worst_value: Value over limit.
         accepted: Share of the parameters that accept, by fraction.
-        changes: What to change together with the fraction, in words.
+        changes: What to change together with the fraction, in words; what is worth most comes first.
     """
 
     role: str
@@ -259,6 +204,8 @@ class Advice:
     Args:
         run: Path of the run.
         limits: What was asked for.
+        total_steps: Of the training that it is for.
+        total_steps_from: ``given``, or ``run``: as many as the run has.
         groups: By role.
         matrices: By parameter, in model order.
         notes: What the run could not say, and how to have it said.
@@ -268,6 +215,8 @@ class Advice:
 
     run: str
     limits: Limits
+    total_steps: int
+    total_steps_from: str
     groups: tuple[GroupAdvice, ...]
     matrices: tuple[MatrixAdvice, ...]
     notes: tuple[str, ...] = ()
@@ -280,7 +229,7 @@ class Advice:
         for matrix in self.matrices:
             for candidate in matrix.candidates:
                 facts = asdict(candidate)
-                facts["failed"] = ";".join(candidate.failed)
+                facts |= {name: ";".join(facts[name]) for name in ("failed", "warned")}
                 rows.append(
                     {
                         "param": matrix.evidence.param,
@@ -300,6 +249,10 @@ class Advice:
             "run": self.run,
             "ranking": "L1 norm of the momentum's rows or columns",
             "limits": asdict(self.limits),
+            "total_steps": self.total_steps,
+            "total_steps_from": self.total_steps_from,
+            "state": SETTLED,
+            "flops": FLOPS,
             "groups": [asdict(group) for group in self.groups],
             "matrices": [_plain_matrix(matrix) for matrix in self.matrices],
             "notes": self.notes,

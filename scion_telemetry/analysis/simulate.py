@@ -22,6 +22,9 @@ class Simulated:
         steps: Steps counted.
         score: Mean L1 score of a row when it was selected, NaN where it never was, ``[n]``.
         score_all: Mean L1 score over all steps, ``[n]``.
+        selected_late: How often each row was selected in the last ``steps_late`` steps, ``[n]``.
+        steps_late: The later half of the steps counted.
+        score_all_late: Mean L1 score over these, ``[n]``.
         momentum_mass: C(α) of the momentum before the selected rows decay, the mean over steps.
         grad_mass: C(α) of the gradient, the mean over steps.
         jaccard: |K ∩ K'| / |K ∪ K'| of consecutive steps, the mean.
@@ -34,6 +37,9 @@ class Simulated:
     steps: int
     score: Array
     score_all: Array
+    selected_late: Array
+    steps_late: int
+    score_all_late: Array
     momentum_mass: float
     grad_mass: float
     jaccard: float
@@ -58,6 +64,7 @@ def simulate(
     seed: int = 0,
     shards: int = 1,
     random: bool = False,
+    ends: Array | None = None,
 ) -> Simulated:
     """Run error-feedback selection on gradients G_t = s_i (snr · drift + noise_t), drift and noise standard normal.
 
@@ -72,14 +79,16 @@ def simulate(
         seed: Of drift, noise and random selection.
         shards: Pieces that select for themselves.
         random: Not by L1 norm but by chance.
+        ends: Scales at the last step, if they drift there in equal ratios.
     """
     rng = np.random.default_rng(seed)
     n = len(scales)
-    drift = scales[:, None] * rng.standard_normal((n, width)) * (1.0 if np.isinf(snr) else snr)
-    noise, momentum = scales[:, None], np.zeros((n, width))
-    tally = _Tally(n, fraction, ef_decay)
+    drift = rng.standard_normal((n, width)) * (1.0 if np.isinf(snr) else snr)
+    momentum, ratio = np.zeros((n, width)), np.ones(n) if ends is None else ends / scales
+    tally = _Tally(n, fraction, ef_decay, half=burn_in + steps - steps // 2)
     for step in range(burn_in + steps):
-        gradient = drift + noise * rng.standard_normal((n, width)) if np.isfinite(snr) else drift
+        scale = (scales * ratio ** (step / (burn_in + steps)))[:, None]
+        gradient = scale * (drift + rng.standard_normal((n, width)) if np.isfinite(snr) else drift)
         momentum += gradient
         scores = np.abs(momentum).sum(1)
         chosen = _select(rng.random(n) if random else scores, fraction, shards)
@@ -102,8 +111,9 @@ def _select(scores: Array, fraction: float, shards: int) -> np.ndarray:
 class _Tally:
     """Sums over the counted steps."""
 
-    def __init__(self, n: int, fraction: float, ef_decay: float) -> None:
-        self.fraction, self.ef = fraction, ef_decay
+    def __init__(self, n: int, fraction: float, ef_decay: float, half: int) -> None:
+        self.fraction, self.ef, self.half = fraction, ef_decay, half
+        self.selected_late, self.score_all_late = np.zeros(n), np.zeros(n)
         self.selected, self.score, self.score_all = np.zeros(n), np.zeros(n), np.zeros(n)
         self.last, self.before = np.zeros(n), np.zeros(n, dtype=bool)
         self.masses: list[tuple[float, float, float, float]] = []
@@ -115,6 +125,9 @@ class _Tally:
             self.selected += chosen
             self.score += scores * chosen
             self.score_all += scores
+            if step >= self.half:
+                self.selected_late += chosen
+                self.score_all_late += scores
             shared = (chosen & self.before).sum() / (chosen | self.before).sum()
             rows = np.abs(gradient).sum(1)
             growth = scores.sum() / rows.sum() * (1 - self.ef) * self.fraction
@@ -133,6 +146,9 @@ class _Tally:
             steps=steps,
             score=score,
             score_all=self.score_all / steps,
+            selected_late=self.selected_late,
+            steps_late=steps // 2,
+            score_all_late=self.score_all_late / max(1, steps // 2),
             momentum_mass=momentum,
             grad_mass=gradient,
             jaccard=jaccard,

@@ -259,8 +259,8 @@ def random_coverage(fraction: float, steps: int) -> float:
     return 1 - (1 - fraction) ** steps
 
 
-def starved_share(frequencies: ArrayLike, max_age: float) -> float:
-    """Share of rows that come less often than once in ``max_age`` steps."""
+def overdue_share(frequencies: ArrayLike, max_age: float) -> float:
+    """Share of rows that come less often than once in ``max_age`` steps; the logged ``starved`` is another one."""
     return float((np.asarray(frequencies, dtype=float) < 1 / max_age * (1 - 1e-9)).mean())
 
 

@@ -1,0 +1,42 @@
+"""Evidence on one matrix that no run gave."""
+
+from typing import Any
+
+import numpy as np
+
+from scion_telemetry.analysis import Evidence, Limits, advise_matrix
+
+
+def evidence(**changes: Any) -> Evidence:
+    """A flat matrix on one rank that breaks no limit at any fraction."""
+    facts: dict[str, Any] = {
+        "param": "w",
+        "role": "hidden",
+        "shape": (64, 256),
+        "matrices": 1,
+        "n": 64,
+        "width": 256,
+        "shards": 1,
+        "scope": "local",
+        "fraction": 0.25,
+        "steps": 1000,
+        "total_steps": 100_000,
+        "ef_decay": 0.95,
+        "lr": 0.02,
+        "weight_decay": 0.01,
+        "decays_selected": False,
+        "source": "slices",
+        "rates": np.ones((1, 64)),
+        "late": 0,
+        "never": 0.0,
+        "age_p99": 3.0,
+        "regret": None,
+        "regret_at": {},
+        "mass": {},
+        "mass_source": "none",
+    }
+    return Evidence(**{**facts, **changes})
+
+
+def one(limits: Limits | None = None, **changes: Any) -> Any:
+    return advise_matrix(evidence(**changes), limits or Limits())
