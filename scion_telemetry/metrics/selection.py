@@ -115,10 +115,14 @@ def curve(values: Array, fractions: tuple[float, ...] = FRACTIONS) -> Array:
 
     The mean over stacked matrices. NaN where nothing has mass.
     """
-    descending = -np.sort(-values, axis=-1)
-    sums = descending.cumsum(-1)
+    sums = _descending_sums(values)
     places = [min(values.shape[-1], max(1, math.ceil(round(f * values.shape[-1], 9)))) - 1 for f in fractions]
     return np.asarray(_ratio(sums[..., places], sums[..., -1:]).mean(-2))
+
+
+def _descending_sums(values: Array) -> Array:
+    """Sums of the 1, 2, … largest along the last axis."""
+    return np.asarray(-np.sort(-values, axis=-1).cumsum(-1))
 
 
 def gini(values: Array) -> Array:
@@ -218,11 +222,11 @@ def regret(s: Selected, shards: list[Array]) -> Array:
     for index in shards:
         by_size.setdefault(len(index), []).append(index)
     for size, alike in by_size.items():
-        sums = (-np.sort(-s.scores[..., np.stack(alike)], axis=-1)).cumsum(-1)
+        sums = _descending_sums(s.scores[..., np.stack(alike)])
         own = np.minimum(k, size)
         local += np.take_along_axis(sums, (own - 1)[:, None, None, None], axis=-1)[..., 0].sum(-1)
         total += own * len(alike)
-    everywhere = s.cached("descending sums", lambda: (-np.sort(-s.scores, axis=-1)).cumsum(-1))
+    everywhere = s.cached("descending sums", lambda: _descending_sums(s.scores))
     best = np.take_along_axis(everywhere, (np.minimum(total, s.n) - 1)[:, None, None], axis=-1)[..., 0]
     return _known(s, np.maximum(0, 1 - _ratio(local, best)).mean(-1))
 

@@ -239,13 +239,13 @@ SELECTION_METRICS: tuple[SelectionMetric, ...] = tuple(_columns())
 
 def finish_selection(selected: Selected) -> list[dict[str, float]]:
     """All columns of every parameter that mean something; none where nothing was selected."""
-    some = np.flatnonzero(selected.selected.any((-2, -1)))
+    some = selected.selected.any((-2, -1))
     rows: list[dict[str, float]] = [{} for _ in range(len(selected.scores))]
     for metric in SELECTION_METRICS:
         there = True if metric.there is None else metric.there(selected)
         if np.any(there):
             with np.errstate(divide="ignore", invalid="ignore"):
-                values = metric.finish(selected)
-            for g in some[np.broadcast_to(there, len(rows))[some]]:
+                values = metric.finish(selected).tolist()
+            for g in np.flatnonzero(some & there).tolist():
                 rows[g][metric.name] = float(values[g])
     return rows
