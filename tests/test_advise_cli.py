@@ -31,11 +31,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_advise_prints_what_it_found(run: Path) -> None:
-    shown = output("advise", run, "--total-steps", 100000)
+    shown = output("advise", run, "--total-steps", 100000, "--max-age", 200)
     assert "ranked by L1 norm" in shown
     lines = [line.split() for line in shown.splitlines() if line.strip()]
     assert next(line for line in lines if line[0] == "layers.12.[wo]")[1:3] == ["256", "0.1875"]  # and no markup
     assert next(line for line in lines if line[0] == "hidden")[1:4] == ["13", "0.25", "0.1875"]
+    assert shown.startswith("For a training of 100000 steps (as told); ages and overdue rows are those of the settled")
+    first = next(line for line in shown.splitlines() if line.startswith("hidden: "))
+    assert first.startswith("hidden: ef_decay=0.733 with fraction=0.1875, instead of 0.95"), "what is worth most"
+    assert "time of the optimizer falls less" in " ".join(shown.split())
+    assert "starved" not in shown
     assert "note: the mass rule was not applied to 13 of 13 matrices" in shown
     assert "a gap of .002 in the mean loss takes 7 seeds per arm" in shown
     assert "0.002: 7" in shown
@@ -50,11 +55,20 @@ def test_a_narrow_terminal_cuts_no_number(run: Path) -> None:
 
 def test_limits_are_options(run: Path, tmp_path: Path) -> None:
     low, high = (tmp_path / name for name in ("low.json", "high.json"))
-    output("advise", run, "--json", low, "--max-age", 2000, "--starved", 0.5, "--total-steps", 100000)
+    output("advise", run, "--json", low, "--max-age", 2000, "--overdue", 0.5, "--age-horizons", 9)
     output("advise", run, "--json", high, "--max-age", 2)
     fractions = [json.loads(path.read_text())["groups"][0]["fraction"] for path in (low, high)]
     assert fractions[0] < 0.25 < fractions[1]
     assert json.loads(high.read_text())["limits"]["max_age"] == 2
+    assert json.loads(high.read_text())["total_steps_from"] == "run"
+    assert "(this run's; --total-steps tells another)" in output("advise", run)
+
+
+def test_the_momentum_whose_horizon_is_kept_is_an_option(run: Path, tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    output("advise", run, "--json", told, "--mu", 0.975)
+    decays = {c["fraction"]: c["ef_decay"] for c in json.loads(told.read_text())["matrices"][0]["candidates"]}
+    assert (decays[0.5], decays[0.25]) == (pytest.approx(0.95), pytest.approx(0.9))
 
 
 def test_calibration_is_an_option(run: Path, tmp_path: Path) -> None:
@@ -93,6 +107,7 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 def test_the_snippet_makes_a_window_that_advise_finds(tmp_path: Path) -> None:
     said = output("calibrate", "--warm-up", 20, "--fraction", 0.5)
     assert said.endswith(calibration_snippet(0.5, warm_up=20))
+    assert "the window is steps 21 to 220 as the Tracker counts them" in said
     model = small_model()
     optimizer = Dion2(groups(model), lr=0.01)
     tracker = Tracker(model, optimizer, sinks=[CsvSink(tmp_path / "run")], schedule=every(10))

@@ -25,7 +25,7 @@ from scion_telemetry.store import Run
 
 NAMES = [f"layers.0.{kind}" for kind in KINDS[:4]]
 SELECTION = (
-    *("mass_curves", "mass_heatmap", "selection_ranks", "frequencies_over_steps"),
+    *("mass_curves", "mass_heatmap", "selection_ranks", "selection_raster", "frequencies_over_steps"),
     *("age_distribution", "churn_over_steps", "regret_by_shards"),
 )
 
@@ -317,7 +317,7 @@ def test_the_explorer_shows_what_the_advice_predicts(advised: Any) -> None:
     frame = advised.to_frame()
     grouped = frame.groupby(["role", "fraction"])
     roles = [group.role for group in advised.groups]
-    for panel, column in ((0, "age_p99"), (1, "starved"), (3, "flops")):
+    for panel, column in ((0, "age_p99"), (1, "overdue"), (3, "flops")):
         ax = figure.axes[panel]
         medians = grouped[column].median()
         assert [ys(line) for line in lines(ax, "median")] == [pytest.approx(medians[role].tolist()) for role in roles]
@@ -328,7 +328,9 @@ def test_the_explorer_shows_what_the_advice_predicts(advised: Any) -> None:
     for group in advised.groups:
         assert f"{group.role}: α = {group.fraction:g}, binding: {group.binding}" in texts(figure)
     limits = advised.limits
-    for panel, limit in ((0, limits.max_age), (1, limits.starved), (2, limits.mass), (5, limits.coverage)):
+    (line,) = lines(figure.axes[0], "limit")
+    assert dict(zip(xs(line), ys(line), strict=True))[0.25] == pytest.approx(3 * 20 / 0.25)
+    for panel, limit in ((1, limits.overdue), (2, limits.mass), (5, limits.coverage)):
         (line,) = lines(figure.axes[panel], "limit")
         assert set(ys(line)) == {limit}
     (null,) = lines(figure.axes[0], "null")
