@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from scion_telemetry.rows import Batch, Histogram, ParamInfo, Row, RunInfo, Scalar, Sink, Slice, Value
+from scion_telemetry.rows import Batch, Chosen, Histogram, ParamInfo, Row, RunInfo, Scalar, Sink, Slice, Value
 
 NAMES = ("embed", "layers.2.attn.wq", "layers.10.attn.wq", "norm")
 LAYER_COLUMNS = ("weight_rms", "weight_rms_to_rms", "update_weight_ratio")
@@ -29,6 +29,7 @@ def run_info(
     params: tuple[ParamInfo, ...] | None = None,
     histograms: tuple[str, ...] = (),
     slice_columns: tuple[str, ...] = (),
+    selection_rows: bool = False,
 ) -> RunInfo:
     return RunInfo(
         attributes={"seed": 0} if attributes is None else attributes,
@@ -42,6 +43,7 @@ def run_info(
         versions={"torch": "2.13.0"},
         histograms=histograms,
         slice_columns=slice_columns,
+        selection_rows=selection_rows,
     )
 
 
@@ -95,3 +97,9 @@ def slices(steps: int) -> tuple[Slice, ...]:
         Slice(param=NAMES[1], matrix=0, index=0, values=always),
         Slice(param=NAMES[1], matrix=2, index=319, values={"selected": 0.0, "steps": float(steps)}),
     )
+
+
+def chosen(step: int, param: str = NAMES[1], matrix: int = 0) -> Chosen:
+    """Of ten rows those whose number has a bit in common with ``step``."""
+    bits = "".join("01"[bool(row & step)] for row in range(10)) + "000000"
+    return Chosen(step=step, param=param, matrix=matrix, count=10, rows=int(bits, 2).to_bytes(2, "big"))
