@@ -16,7 +16,7 @@ from scion_telemetry._plot_selection import missing
 from scion_telemetry._plot_selection_data import groups, step_edges
 from scion_telemetry.store import Run
 
-ROWS: Final = 240
+ROWS: Final = 224
 FLUSHES: Final = 200
 """Cells of a panel, about a pixel each; where there are more rows or flushes, several share one."""
 
@@ -44,7 +44,7 @@ def selection_raster(run: Run) -> Figure:
     step, flushed every tenth) some look as if they never won. Schedule flushes at an odd distance to see them move.
 
     Of more than 24 matrices as many of every kind (of every role, where there are many kinds) are shown, evenly spread
-    over the model. Of more than 240 rows or 200 flushes several share a cell, which is as dark as its selected share.
+    over the model. Of more than 224 rows or 200 flushes several share a cell, which is as dark as its selected share.
     """
     title, what = "selected rows over the steps", "rows (or columns) by how often they were selected, most at the top"
     table = run.selected

@@ -1,5 +1,6 @@
 """A made-up run with everything that figures of selections show, for as many matrices as wanted."""
 
+import base64
 import json
 import math
 from pathlib import Path
@@ -18,9 +19,9 @@ N, WIDTH, ALPHA, EVERY = 128, 768, 0.25, 10
 
 def selection_run(path: Path, count: int, *, steps: int = 8, gradient: bool = True, alpha: float = ALPHA) -> Run:
     """``count`` matrices of 128 rows of 768 entries, flushed every 10 steps; the deeper, the more unequal."""
-    rng = np.random.default_rng(count)
+    rng, draws = np.random.default_rng(count), np.random.default_rng(count + 1)
     names = [f"layers.{i // len(KINDS)}.{KINDS[i % len(KINDS)]}" for i in range(count)]
-    rows, bins, slices = [], [], []
+    rows, bins, slices, selected = [], [], [], []
     for i, name in enumerate(names):
         scores = np.exp(1.2 * i / max(1, count - 1) * rng.standard_normal(N)) * (1 + 0.03 * rng.standard_normal(N))
         chance = theory.water_fill(scores, alpha)
@@ -32,9 +33,10 @@ def selection_run(path: Path, count: int, *, steps: int = 8, gradient: bool = Tr
             noisy = scores * (1 + 0.05 * rng.random(N))
             rows.append({"step": step, "param": name, **_facts(noisy, counts, chance, alpha, gradient, step)})
             bins += [{"step": step, "param": name, **b} for b in _bins(counts / EVERY)]
+            selected.append({"step": step, "param": name, "matrix": 0, "count": N, "rows": _flags(draws, chance)})
         for row in range(N):
             slices.append({"param": name, "matrix": 0, "index": row, "selected": total[row], "steps": EVERY * steps})
-    return _write(path, names, pd.DataFrame(rows), pd.DataFrame(bins), pd.DataFrame(slices))
+    return _write(path, names, *map(pd.DataFrame, (rows, bins, slices, selected)))
 
 
 def _facts(
@@ -76,7 +78,14 @@ def _bins(frequency: np.ndarray) -> list[dict[str, float | str]]:
     ]
 
 
-def _write(path: Path, names: list[str], rows: pd.DataFrame, bins: pd.DataFrame, slices: pd.DataFrame) -> Run:
+def _flags(draws: np.random.Generator, chance: np.ndarray) -> str:
+    """Rows selected at a flush: each with its chance, a fourth of all on average."""
+    return base64.b64encode(np.packbits(draws.random(N) < chance).tobytes()).decode()
+
+
+def _write(
+    path: Path, names: list[str], rows: pd.DataFrame, bins: pd.DataFrame, slices: pd.DataFrame, selected: pd.DataFrame
+) -> Run:
     path.mkdir(parents=True)
     info = {
         "schema_version": 1,
@@ -84,12 +93,14 @@ def _write(path: Path, names: list[str], rows: pd.DataFrame, bins: pd.DataFrame,
         "layer_columns": [],
         "selection_columns": [c for c in rows.columns if c not in ("step", "param")],
         "slice_columns": ["selected", "steps"],
+        "selection_rows": True,
         "units": {},
     }
     (path / "run.json").write_text(json.dumps(info), encoding="utf-8")
     options = json.dumps({"selection": "rows", "shards": 2, "num_heads": None})
     params = pd.DataFrame({"name": names, "aliases": "", "role": "hidden", "shape": f"{N}x{WIDTH}"})
     params = params.assign(dtype="float32", layout="Shard(0) x2", algorithm="dion2", options=options)
-    for name, table in (("params", params), ("selection", rows), ("histograms", bins), ("slices", slices)):
+    tables = {"params": params, "selection": rows, "histograms": bins, "slices": slices, "selected": selected}
+    for name, table in tables.items():
         table.to_csv(path / f"{name}.csv", index=False)
     return load_run(path)
