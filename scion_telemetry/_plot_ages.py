@@ -23,15 +23,17 @@ def age_distribution(run: Run) -> Figure:
 
     A run stores three points of the curve at every flush: the ages that 50 %, 1 % and less than one row exceed. Their
     medians over the second half of the steps are joined, and whiskers reach from the 10 % to the 90 % quantile over
-    these steps. A row that was never selected is as old as the tracker. The dashed steps are the geometric law
-    (1 - α)^(a + 1) of random selection; age 0 is selected now.
+    these steps; below 100 rows no share of 1 % exists, and its point is left out. A row that was never selected is as
+    old as the tracker, and the corner says so. The dashed steps are the geometric law (1 - α)^(a + 1) of random
+    selection; age 0 is selected now.
     """
     title, what = "age of rows since they were last selected", "share of rows that are older, second half of the steps"
     if not set(_COLUMNS) <= set(run.selection.columns) or not run.selection["age_max"].notna().any():
         return page.said(title, what, NOTHING)
     frame = second_half(run.selection.dropna(subset=_COLUMNS))
     rows = frame["k"] / frame["fraction"] if {"k", "fraction"} <= set(frame.columns) else pd.Series(1e3, frame.index)
-    frame = frame.assign(rows=rows, share=frame["fraction"] if "fraction" in frame.columns else np.nan)
+    never = frame["age_max"] >= frame["step"] - int(run.info.get("start_step", 0))
+    frame = frame.assign(rows=rows, never=never, share=frame["fraction"] if "fraction" in frame.columns else np.nan)
     names = [str(n) for n in frame["param"].cat.categories if (frame["param"] == n).any()]
     roles = dict(zip(run.params["name"], run.params["role"], strict=True))
     many = len(names) > page.MANY
@@ -45,8 +47,13 @@ def age_distribution(run: Run) -> Figure:
     least = 0.5 / max(100.0, float(frame["rows"].max()))
     for ax, (name, members) in zip(axes, where.items(), strict=True):
         page.dress(ax, f"{name} ({len(members)})" if many else name)
-        share = frame.loc[frame["param"].isin([names[i] for i in members]), "share"].median()
-        _ages(ax, points[members], heights(frame, [names[i] for i in members]), float(share), least)
+        mine = frame[frame["param"].isin([names[i] for i in members])]
+        share, oldest = float(mine["share"].median()), float(np.median(points[members, 1, 2]))
+        _ages(ax, points[members], heights(frame, [names[i] for i in members]), share, least)
+        waits = "never" if mine["never"].mean() > 0.5 else f"{oldest:.0f}"
+        # Shares are large at small ages, so that nothing is drawn in this corner.
+        text = f"α = {share:.3g}\noldest {waits}"
+        ax.text(0.03, 0.04, text, transform=ax.transAxes, va="bottom", fontsize=8, color=GREY, **PLAIN)
     _limits(axes, points, least)
     page.outer(axes, "age [steps]", "share of rows that are older")
     return figure
@@ -66,7 +73,9 @@ def _points(frame: pd.DataFrame, names: list[str]) -> Floats:
 
 
 def _ages(ax: Axes, points: Floats, height: Floats, share: float, least: float) -> None:
-    order = np.argsort(-height)  # of fewer than a hundred rows, one is more than a hundredth
+    order = np.argsort(-height)
+    if height[2] > height[1]:  # of fewer than a hundred rows, one is more than a hundredth
+        order = order[order != 1]
     y, middle = height[order], points[:, 1][:, order]
     if len(points) == 1:
         low, high = points[0, 0][order], points[0, 2][order]
@@ -80,8 +89,6 @@ def _ages(ax: Axes, points: Floats, height: Floats, share: float, least: float) 
     if 0 < share < 1:
         ages = np.arange(0.0, max(2, int(np.ceil(np.log(least) / np.log(1 - share)))))
         ax.plot(ages, nulls.geometric_survival(ages, share), **page.NULL, drawstyle="steps-post", gid="null")
-    text = f"α = {share:.3g}\noldest {np.median(points[:, 1, 2]):.0f}"
-    ax.text(0.98, 0.97, text, transform=ax.transAxes, ha="right", va="top", fontsize=8, color=GREY, **PLAIN)
 
 
 def _limits(axes: list[Axes], points: Floats, least: float) -> None:

@@ -253,6 +253,17 @@ def test_ages_are_medians_of_the_second_half_with_the_geometric_law(four: Run) -
         assert high > max(xs(line))
 
 
+@pytest.mark.parametrize(("oldest", "words"), [(1e6, "oldest never"), (40.0, "oldest 40")])
+def test_below_a_hundred_rows_no_point_stands_at_a_share_that_cannot_be(
+    oldest: float, words: str, tmp_path: Path
+) -> None:
+    matrix = Matrix(name="w", scales=lognormal(16), columns={"age_p50": 2.0, "age_max": oldest})
+    figure = plots.age_distribution(write_simulated(tmp_path / "run", matrix))
+    (line,) = lines(figure.axes[0], "age")
+    assert (xs(line), ys(line)) == ([2.0, oldest], [0.5, 1 / 16])
+    assert f"α = 0.25\n{words}" in texts(figure)
+
+
 def test_churn_stands_against_random_selection_and_its_missing_first_value_is_no_finding(tmp_path: Path) -> None:
     run = selection_run(tmp_path / "run", 4)
     table = pd.read_csv(run.path / "selection.csv")
