@@ -92,7 +92,7 @@ _AT: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "mass": ("momentum mass in the largest {at}", "share of its L1 mass in that fraction of the rows"),
         "grad_mass": ("gradient mass in the largest {at}", "share of its L1 mass in that fraction of the rows"),
         "frequency": ("selections of the most selected {at}", "share of the window's selections"),
-        "regret": ("mass lost to selecting in {at} shards", "if there were as many equal ones"),
+        "regret": ("mass lost to selecting in {at} shards", "as if cut so at this step; training so loses more"),
     }
 )
 """Columns that say where: ``mass_at_0.25``."""
