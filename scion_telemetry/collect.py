@@ -28,6 +28,8 @@ from scion_telemetry.shown import Previous, Shown
 from scion_telemetry.sigma import Cut, Memory, Pieces, Whole, in_pieces
 
 Find: TypeAlias = Callable[[Tensor], Tensor | None]
+GROWN, REPLACED = range(2)
+"""Flags of a flush: parameters have come or gone; weights were changed by something other than a step."""
 
 
 class Collector:
@@ -60,6 +62,7 @@ class Collector:
         self._mine = {
             param: Mine.of(n, param, plan[n]) for param, n in self.numbers.items() if rank in plan[n].measurers
         }
+        self._weights = [*map(local, self._mine)]
         self._by_number = {mine.number: mine for mine in self._mine.values()}
         told = {p: mine.slices for p, mine in self._mine.items() if mine.slices is not None and mine.tells}
         self.log = SelectionLog(told if selects else {}, self.device, step)
@@ -75,6 +78,15 @@ class Collector:
         if id(choice) not in self._schemas:  # the choice is kept, so that its number is not given to another one
             self._schemas[id(choice)] = (choice, make_schema(self._plan, choice))
         return self._schemas[id(choice)][1]
+
+    def version(self) -> int:
+        """Number of changes that were made to this rank's weights in place so far, as autograd counts them."""
+        return sum(weight._version for weight in self._weights if not weight.is_inference())
+
+    def look_up(self) -> bool:
+        """Find this rank's weights again; whether some lie elsewhere than at the time before."""
+        known, self._weights = self._weights, [*map(local, self._mine)]
+        return any(a.data_ptr() != b.data_ptr() for a, b in zip(known, self._weights, strict=True))
 
     def snapshot(self) -> dict[Tensor, Tensor]:
         """Copies of this rank's pieces of the weights whose update the optimizer will not show."""
@@ -149,6 +161,10 @@ class Collector:
     def reduce(self, flush: Flush) -> tuple[int, int]:
         """Merge over all ranks and find σ₁ of what lies in pieces; returns the numbers of collectives and of bytes."""
         count = flush.buffers.reduce(self._group)
+        raised = flush.buffers.raised
+        # All ranks must agree. On an accelerator that would wait for the device; σ₁ may be low there, once.
+        if raised.numel() and norms.free_to_read(raised) and raised[REPLACED] > 0:
+            self.cut.memory.forget()
         self.log.commit()
         size = 8 * flush.buffers.numbers if count else 0
         here = Pieces(pieces=flush.pieces, mine=self._by_number)

@@ -67,6 +67,11 @@ class Memory:
                 self.starts[key] = start
                 self.solved[key] = step
 
+    def forget(self) -> None:
+        """Start cold: weights are not those of the run before, with a few steps more."""
+        self.starts.clear()
+        self.solved.clear()
+
     def restore(self, starts: Mapping[Key, Tensor], solved: Mapping[Key, int]) -> None:
         """Go on from the vectors that another tracker had."""
         self.starts.update({key: start.to(self._device) for key, start in starts.items()})

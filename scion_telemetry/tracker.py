@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scion_telemetry import describe, state
-from scion_telemetry.collect import Collector
+from scion_telemetry.collect import GROWN, REPLACED, Collector
 from scion_telemetry.finish import Finisher
 from scion_telemetry.metrics.choice import SELECTION, Metrics, choose
 from scion_telemetry.optim.events import StepEvent
@@ -169,6 +169,7 @@ class Tracker:
                 selects=SELECTION in self._choice.extras,
             )
         self._finisher = Finisher(self._plan)
+        self._version, self._replaced = self._collector.version(), False
         self._known = self._parameters()
         self._roles = {p: self._plan[n].spec.info.role for p, n in self._collector.numbers.items()}
         self._own = {id(o): frozenset(p for group in o.param_groups for p in group["params"]) for o in self._optimizers}
@@ -203,6 +204,7 @@ class Tracker:
     def _begin(self) -> None:
         with self._clock, self._undisturbed():
             due = bool(self._schedule(self._step + 1))
+            self._replaced |= self._collector.version() != self._version
             self._collector.log.drop()
             self._flush = self._open_flush() if due else None
             keeps = self._keeps_for_the_next(due)
@@ -223,10 +225,13 @@ class Tracker:
         self._window = self._scalars.open(self._step + 1)
         header = {"the number of the step": float(self._step + 1), "logged scalars": float(self._window.size)}
         buffers = Buffers(
-            self._collector.schema(choice), self._collector.device, extra=self._window.size, header=header, flags=1
+            self._collector.schema(choice), self._collector.device, extra=self._window.size, header=header, flags=2
         )
-        if self._parameters() != self._known:
-            buffers.raised.fill_(1.0)
+        buffers.raised[GROWN] = float(self._parameters() != self._known)
+        if self._collector.look_up() or self._replaced:
+            buffers.raised[REPLACED] = 1.0
+            self._collector.memory.forget()
+            self._replaced = False
         window = self._step + 1 - self._flushed
         return Flush(step=self._step + 1, window=window, choice=choice, buffers=buffers, settings={})
 
@@ -253,6 +258,7 @@ class Tracker:
             self._step += 1
             self._snapshots = {}
             self._collector.previous.end_step()
+            self._version = self._collector.version()
             flush, window = self._flush, self._window
             self._flush = self._window = None
             if flush is not None and window is not None:
@@ -293,7 +299,7 @@ class Tracker:
         if self._merged is not None and self._group is not None:
             self._merged.wait()
             self._merged.check()
-            changed = bool(self._merged.raised.any())
+            changed = bool(self._merged.raised[GROWN])
         if not changed or (self._merged is None and self._group is not None):
             return
         self.flush()
