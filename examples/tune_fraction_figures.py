@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tune_fraction_predict import agreement, by_balance, predict
 from tune_fraction_report import costs, horizons, losses, rates, scopes
-from tune_fraction_study import Study, late
+from tune_fraction_study import Study, ef_decay, late
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#6B6B6B"
 COLOURS = (BLUE, ORANGE, GREEN, RED, "#56B4E9", "#CC79A7")
@@ -138,25 +138,25 @@ def mass(study: Study) -> Figure:
     return figure
 
 
-def starved(study: Study) -> Figure:
-    """Ages over the run, and the frequencies of rows in their order."""
+def ages(study: Study) -> Figure:
+    """Ages in momentum horizons over the run, and the frequencies of rows in their order."""
     figure, (left, right) = _panels(2)
     for fraction, colour in zip([f for f in study.fractions if f < 1], COLOURS, strict=False):
         run = study.of(fraction)
         if run is None:
             continue
-        ages = run.selection.groupby("step")["age_p99"].mean()
-        left.plot(ages.index, ages.to_numpy(), color=colour, label=f"fraction {fraction:g}")
+        age = run.selection.groupby("step")["age_p99"].mean() * (1 - ef_decay(run)) * fraction
+        left.plot(age.index, age.to_numpy(), color=colour, label=f"fraction {fraction:g}")
         for param, f in study.trace(run.path.name).frequency(0.5).items():
             ranks = np.arange(1, len(f) + 1) / len(f)
             label = f"fraction {fraction:g}" if param.endswith("0.attn.wq") else None
             right.plot(ranks, -np.sort(-f), color=colour, linewidth=0.8, alpha=0.6, label=label)
-    left.axhline(100, color=GREY, linestyle=":")
+    left.axhline(3, color=GREY, linestyle=":")
     left.text(
-        1, 101, "100 steps", color=GREY, fontsize=9, ha="right", va="bottom", transform=left.get_yaxis_transform()
+        1, 3.02, "3 horizons", color=GREY, fontsize=9, ha="right", va="bottom", transform=left.get_yaxis_transform()
     )
     left.set_xlabel("step")
-    left.set_ylabel("p99 of the age, mean over matrices")
+    left.set_ylabel("p99 of the age in horizons, mean over matrices")
     right.set_xlabel("rank of a row in its matrix")
     right.set_ylabel("selections a step, second half of the run")
     for ax in (left, right):
@@ -221,7 +221,7 @@ FIGURES: dict[str, Callable[[Study], Figure]] = {
     "loss": loss,
     "frequencies": frequencies,
     "mass": mass,
-    "starved": starved,
+    "ages": ages,
     "shards": shards,
     "cost": cost,
 }

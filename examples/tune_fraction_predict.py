@@ -9,6 +9,7 @@ import pandas as pd
 from tune_fraction_study import Array, Rows, Study, Table, ef_decay, late, slices_of
 
 from scion_telemetry.analysis.advise import advise
+from scion_telemetry.analysis.growth import late_growth
 from scion_telemetry.analysis.stretches import FEWEST_STEPS
 from scion_telemetry.analysis.theory import (
     SHARPNESS,
@@ -16,6 +17,7 @@ from scion_telemetry.analysis.theory import (
     cold_fill,
     geometric_age,
     growth,
+    overdue_share,
     periodic_age,
     water_fill,
 )
@@ -47,6 +49,33 @@ def by_balance(study: Study, name: str) -> Rows:
         held = np.where(t["selected"] > 0, _score(t), 2 * t["score_all"])
         found[param] = balanced_growth(_score(t), t["selected"], t["steps"], ef_decay(run), held)
     return found
+
+
+def by_later_part(study: Study, name: str) -> Rows:
+    """What ``advise`` takes where ``slices.csv`` counts the later part of a run; here counted in the record."""
+    run = study.runs[name]
+    start = _start_of_later_part([step for step in run.steps if step <= run.slices["steps"].max()])
+    trace, found = study.trace(name), {}
+    for param, t in slices_of(run):
+        rows = run.selection[run.selection["param"] == param]
+        every = len(trace.selected[param]) // len(trace.scores[param])
+        told = {
+            "selected_late": trace.selected[param][start:].sum(0),
+            "steps_late": len(trace.selected[param]) - start,
+            "score_all_late": trace.scores[param][start // every :].mean(0),
+        }
+        threshold = float(rows["threshold"].iloc[len(rows) * 3 // 4 :].median())
+        found[param] = late_growth(t.assign(**told), threshold, ef_decay(run), cold=True)
+    return found
+
+
+def _start_of_later_part(flushes: list[int]) -> int:
+    """After which step the tracker begins it: of flushes that are √2 apart, the latest in the first half."""
+    apart: list[int] = []
+    for step in flushes:
+        if not apart or step >= math.sqrt(2) * apart[-1]:
+            apart.append(step)
+    return max((step for step in apart if 2 * step <= flushes[-1]), default=0)
 
 
 def by_mean_score(study: Study, name: str) -> Rows:
@@ -84,6 +113,7 @@ PREDICTORS: dict[str, tuple[Predictor, float]] = {
     "counts + held, soft": (by_balance, SHARPNESS),
     "of the last half": (by_last_half, math.inf),
     "of the last half, soft": (by_last_half, SHARPNESS),
+    "later part (slices.csv), soft": (by_later_part, SHARPNESS),
     "mean score": (by_mean_score, math.inf),
     "advise": (by_advice, SHARPNESS),
 }
@@ -256,7 +286,7 @@ def advice(study: Study) -> Table:
     """What ``advise`` says of each fraction from the run at .25, and what came in the runs at that fraction, seed 0."""
     rows: list[list[Any]] = []
     source, whole = study.of(0.25), study.of(1.0)
-    columns = ["fraction", "age p99", "measured", "worst", "measured", "f < 1/100", "measured", "accepted", "broken by"]
+    columns = ["fraction", "age p99", "measured", "worst", "measured", "overdue", "measured", "accepted", "broken by"]
     if source is not None and study.table["steps"].max() >= FEWEST_STEPS:
         said = advise(source, calibration=whole)
         frame = said.to_frame()
@@ -266,11 +296,12 @@ def advice(study: Study) -> Table:
                 continue
             told = frame[frame["fraction"] == fraction]
             ages = late(run).groupby("param", observed=True)["age_p99"].mean()
-            rare = [float((f < 0.01).mean()) for f in study.trace(run.path.name).frequency(0.5).values()]
+            limit = float(told["age_limit"].median())
+            rare = [overdue_share(f, limit) for f in study.trace(run.path.name).frequency(0.5).values()]
             pairs = [told["age_p99"].mean(), ages.mean(), told["age_p99"].max(), ages.max()]
             broken = told["failed"][told["failed"] != ""].str.split(";").explode().value_counts()
             why = ", ".join(f"{name} {count}" for name, count in broken.items())
-            cells = [*pairs, told["starved"].mean(), float(np.mean(rare)), told["accepted"].mean(), why or "-"]
+            cells = [*pairs, told["overdue"].mean(), float(np.mean(rare)), told["accepted"].mean(), why or "-"]
             rows.append([fraction, *cells])
         rows += [[g.fraction, *["-"] * 7, f"advised for {g.role}, bound by {g.binding}"] for g in said.groups]
     return Table(title="Advice from the run at .25, and what came", columns=columns, rows=rows)

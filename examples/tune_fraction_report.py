@@ -15,7 +15,7 @@ import pandas as pd
 from tune_fraction_predict import advice, ages, cold, predictions, repeats
 from tune_fraction_study import Study, Table, late, load
 
-from scion_telemetry.analysis.theory import flat_mass
+from scion_telemetry.analysis.theory import flat_mass, overdue_share
 from scion_telemetry.store import Run
 
 Z_SUM = 1.959964 + 0.841621
@@ -105,18 +105,55 @@ def _flat(run: Run) -> float:
 def starvation(study: Study) -> Table:
     """What the rule looks at, measured in the second half of every run: mean and worst matrix over seeds."""
     rows = []
-    for fraction in study.fractions:
+    for fraction in [f for f in study.fractions if f < 1]:
         names = study.sweep.loc[study.sweep["fraction"] == fraction, "name"]
-        tables = pd.concat([late(study.runs[name]).assign(run=name) for name in names])
-        each = tables.groupby(["run", "param"], observed=True)
-        frequencies = [f for name in names for f in study.trace(name).frequency(0.5).values()]
-        rare = [float((f < 0.01).mean()) for f in frequencies]
-        options = next(o for o in study.runs[names.iloc[0]].params["options"] if "ef_decay" in o)
-        p99, drift = each["age_p99"].mean(), options["lr"] * options["weight_decay"]
-        cells = [p99.mean(), p99.max(), each["age_max"].max().max(), float(np.mean(rare)), float(np.max(rare))]
-        rows.append([fraction, *cells, drift * p99.max(), 1 / ((1 - options["ef_decay"]) * fraction)])
-    columns = ["fraction", "age p99", "worst", "age max", "f < 1/100", "worst", "worst lr·wd·age p99", "horizon"]
-    return Table(title="Starvation in the second half", columns=columns, rows=rows)
+        rows.append([fraction, *_waiting(study, names.tolist())])
+    return Table(title="Waiting rows in the second half", columns=["fraction", *_WAITING], rows=rows)
+
+
+def starvation_by_rate(study: Study) -> Table:
+    """The same of every learning rate and ``ef_decay`` that was tried, seed 0, with the loss."""
+    t = study.table
+    t = t[(t["world"] == 1) & t["data_seed"].isna() & (t["seed"] == 0) & (t["fraction"] < 1)]
+    rows = []
+    for _, facts in t.sort_values(["lr", "fraction"], ascending=[True, False]).iterrows():
+        cells = _waiting(study, [facts["name"]])
+        rows.append([facts["lr"], facts["fraction"], _options(study, facts["name"])["ef_decay"], *cells])
+        rows[-1].append(facts["val_loss"])
+    columns = ["lr", "fraction", "ef_decay", *_WAITING, "loss"]
+    return Table(title="Waiting rows by learning rate, seed 0", columns=columns, rows=rows)
+
+
+_HORIZONS = 3.0
+_WAITING = (
+    "horizon",
+    "age p99",
+    "worst",
+    "age / horizon",
+    "parameters above 3",
+    "overdue",
+    "worst",
+    "lr·wd·age, worst",
+)
+
+
+def _waiting(study: Study, names: list[str]) -> list[float]:
+    """Over matrices and runs: ages in steps and horizons, rows rarer than once in three of these, and drift."""
+    options, fraction = _options(study, names[0]), study.table.set_index("name").loc[names[0], "fraction"]
+    horizon = 1 / ((1 - options["ef_decay"]) * fraction)
+    tables = pd.concat([late(study.runs[name]).assign(run=name) for name in names])
+    p99 = tables.groupby(["run", "param"], observed=True)["age_p99"].mean()
+    sizes = {name: math.prod(shape) for name, shape in study.runs[names[0]].params.set_index("name")["shape"].items()}
+    weights = np.array([sizes[param] for _, param in p99.index], dtype=float)
+    old = float(weights @ (p99.to_numpy() > _HORIZONS * horizon) / weights.sum())
+    rare = [overdue_share(f, _HORIZONS * horizon) for name in names for f in study.trace(name).frequency(0.5).values()]
+    drift = options["lr"] * options["weight_decay"] * p99.max()
+    ages = [float(p99.mean()), float(p99.max()), float(p99.mean()) / horizon]
+    return [horizon, *ages, old, float(np.mean(rare)), float(np.max(rare)), drift]
+
+
+def _options(study: Study, name: str) -> dict[str, Any]:
+    return next(o for o in study.runs[name].params["options"] if "ef_decay" in o)
 
 
 def scopes(study: Study) -> Table:
@@ -184,6 +221,7 @@ def tables(study: Study) -> list[Table]:
         repeats(study),
         flattening(study),
         starvation(study),
+        starvation_by_rate(study),
         ages(study),
         advice(study),
         scopes(study),

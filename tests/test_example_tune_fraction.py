@@ -22,7 +22,7 @@ NAMES = {
     "fraction0.25-seed0-ranks2-local",
     "fraction0.25-seed0-ranks2-global",
 }
-FIGURES = {"loss", "frequencies", "mass", "starved", "shards", "cost"}
+FIGURES = {"loss", "frequencies", "mass", "ages", "shards", "cost"}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_shadow_at_the_fraction_of_its_run_selects_the_same_rows(out: Path) ->
 
 def test_predictions_name_every_predictor_and_stay_in_range(tables: dict[str, dict[str, Any]]) -> None:
     found = rows(tables["Same gradients, predicted from the run at .25, second half"])
-    assert len(found) == 6  # that of `advise` needs 200 steps
+    assert len(found) == 7  # that of `advise` needs 200 steps
     for row in found:
         assert -1 <= row["corr"] <= 1
         assert 0 <= row["MAE"] <= 1
