@@ -11,6 +11,7 @@ from scion_telemetry import _plot_labels as label
 from scion_telemetry import _plot_lines as draw
 from scion_telemetry import words
 from scion_telemetry._plot_data import Curve, Table, column_table, curves
+from scion_telemetry._plot_selection import missing
 from scion_telemetry.store import Run
 
 _TICKS: Final = 60  # names that fit under a panel
@@ -70,7 +71,7 @@ def over_steps(
 def captured(ax: Axes, run: Run, *, remark: bool = False) -> None:
     """Captured mass over the steps against that of flat rows, or the realised fraction where it is not known."""
     if _CAPTURED not in run.selection.columns or run.selection.empty:
-        absent(ax, _CAPTURED, "not measured: no optimizer of this run selects rows or columns")
+        absent(ax, _CAPTURED, missing(run))
         return
     table = column_table(run, run.selection, _CAPTURED)
     flat, name = None, ""

@@ -195,7 +195,8 @@ def test_the_figure_says_why_it_has_nothing_to_draw(tmp_path: Path) -> None:
         "not measured: no optimizer of this run selects rows or columns"
     )
     unasked = without(selection_run(tmp_path / "d", 2), "selected", "selection", selection_columns=[])
-    assert plots.missing(plots.mass_curves(unasked)) == "not measured: choose the metric selection"
+    for draw in (plots.mass_curves, plots.captured_mass, plots.churn_over_steps):
+        assert plots.missing(draw(unasked)) == "not measured: choose the metric selection"
 
 
 def test_a_figure_that_shows_something_lacks_nothing(tmp_path: Path) -> None:
