@@ -23,8 +23,8 @@ from scion_telemetry.sheet import Flush
 
 QUANTITIES = ("weight", "grad", "momentum")
 NORM_TOLERANCE = 1e-7
-SIGMA_TOLERANCE = 0.03
-"""Pure noise in a large matrix is the worst case of an estimate that is within 1 % on real ones."""
+SIGMA_TOLERANCE = {"weight": 0.01, "grad": 0.05, "momentum": 0.05}
+"""On matrices of real runs all are within 1 %; a gradient or momentum may be pure noise, which is up to 5 % low."""
 
 _ELEMENTS = Metric(
     name="elements",
@@ -55,6 +55,7 @@ class Verification:
         worst: Column and parameter of it.
         sigmas: Spectral norms that were compared.
         largest_sigma_error: Largest relative error of σ₁, which is estimated.
+        loose: Columns and parameters whose σ₁ is more than 1 % off (of gradients and momenta, 5 %).
         outside: Columns and parameters whose true σ₁ lies outside the interval that was told.
         miscounted: Parameters of which more or fewer elements were counted than they have.
     """
@@ -65,21 +66,21 @@ class Verification:
     worst: str
     sigmas: int
     largest_sigma_error: float
+    loose: tuple[str, ...]
     outside: tuple[str, ...]
     miscounted: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
-        """Norms within 1e-7, σ₁ within 3 % and inside its interval, every element counted once."""
-        exact = self.largest_error <= NORM_TOLERANCE and self.largest_sigma_error <= SIGMA_TOLERANCE
-        return exact and not self.outside and not self.miscounted
+        """Norms within 1e-7, σ₁ near the truth and its interval around it, every element counted once."""
+        return self.largest_error <= NORM_TOLERANCE and not (self.loose or self.outside or self.miscounted)
 
     def __str__(self) -> str:
         lines = [
             f"{self.numbers} norms and counts of weights, gradients and momenta of {len(self.params)} parameters: "
             f"largest relative error {self.largest_error:.1e} ({self.worst or 'none'})",
-            f"{self.sigmas} spectral norms: largest relative error {self.largest_sigma_error:.1e}, "
-            f"{len(self.outside)} outside their interval",
+            f"{self.sigmas} spectral norms: largest relative error {self.largest_sigma_error:.1e}, {len(self.loose)} "
+            f"further off than promised, {len(self.outside)} outside their interval",
             "every element counted once"
             if not self.miscounted
             else f"elements miscounted in {', '.join(self.miscounted)}",
@@ -131,6 +132,7 @@ def verify(
         worst=tally.worst,
         sigmas=tally.sigmas,
         largest_sigma_error=tally.sigma_error,
+        loose=tuple(tally.loose),
         outside=tuple(tally.outside),
         miscounted=tuple(p.spec.info.name for p, n in zip(plan, sizes, strict=True) if n != p.shape.numel),
     )
@@ -147,6 +149,7 @@ class _Tally:
         self.numbers = self.sigmas = 0
         self.error = self.sigma_error = 0.0
         self.worst = ""
+        self.loose: list[str] = []
         self.outside: list[str] = []
 
     def norm(self, name: str, shown: float, truth: float) -> None:
@@ -155,9 +158,12 @@ class _Tally:
         if error > self.error or not self.worst:
             self.error, self.worst = error, name
 
-    def sigma(self, name: str, lower: float, upper: float, truth: float) -> None:
+    def sigma(self, name: str, lower: float, upper: float, truth: float, tolerance: float) -> None:
         self.sigmas += 1
-        self.sigma_error = max(self.sigma_error, _error(lower, truth))
+        error = _error(lower, truth)
+        self.sigma_error = max(self.sigma_error, error)
+        if error > tolerance:
+            self.loose.append(name)
         # 1e-9: rounding of the reference itself.
         if not (lower <= truth * (1 + 1e-9) and truth <= upper * (1 + 1e-9)) and truth == truth:
             self.outside.append(name)
@@ -227,9 +233,8 @@ def _compare(
     column = f"{quantity}_spectral"
     if there[column][number]:
         lower, upper = (float(shown[c][number]) for c in (column, f"{column}_upper"))
-        tally.sigma(
-            f"{column} of {planned.spec.info.name}", lower, upper, float(np.max(list(_sigmas(matrices, planned.shape))))
-        )
+        true = float(np.max(list(_sigmas(matrices, planned.shape))))
+        tally.sigma(f"{column} of {planned.spec.info.name}", lower, upper, true, SIGMA_TOLERANCE[quantity])
 
 
 def _sigmas(matrices: Tensor, shape: MatrixShape) -> Iterator[float]:

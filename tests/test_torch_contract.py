@@ -288,7 +288,9 @@ def test_memory_does_not_grow_over_50_steps(make: Make) -> None:
     train(model, optimizer, range(2))
     first = live()
     train(model, optimizer, range(50))
-    assert live() == first
+    states, size, tensors = live()
+    assert (states, size) == first[:2]
+    assert tensors <= first[2]  # what other tests left behind may go meanwhile
 
 
 @both

@@ -290,7 +290,27 @@ def test_a_sigma_outside_of_its_interval_is_found(monkeypatch: pytest.MonkeyPatc
         assert not found.ok
         assert found.outside == ("weight_spectral of w",)
         assert found.largest_sigma_error == pytest.approx(0.005, rel=1e-3)
+        assert not found.loose
         assert found.largest_error <= 1e-7
+
+
+def test_a_sigma_that_is_further_off_than_promised_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 % of weights, 5 % of gradients; the interval alone would not tell."""
+    model = named(w=gauss(6, 4))
+    model["w"].grad = gauss(6, 4, seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sigma = Measured.sigma
+    with Tracker(model, optimizer, schedule=every(1)) as tracker:
+        for low, loose in ((0.98, ("weight_spectral of w",)), (0.94, ("weight_spectral of w", "grad_spectral of w"))):
+
+            def planted(m: Measured, q: str, partial: str = "sigma", low: float = low) -> Any:
+                return sigma(m, q, partial) * (low if partial == "sigma" else 1)
+
+            monkeypatch.setattr(Measured, "sigma", planted)
+            found = tracker.verify()
+            assert not found.ok
+            assert (found.loose, found.outside) == (loose, ())
+            assert found.largest_sigma_error == pytest.approx(1 - low, rel=1e-3)
 
 
 # ---------------------------------------------------------------------- what it leaves, and what it takes
