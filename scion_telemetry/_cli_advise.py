@@ -24,7 +24,7 @@ LIMITS = {
     "mass": "captured mass",
     "regret": "local regret",
     "horizon": "horizon",
-    "saving": "nothing saved",
+    "saving": "no FLOPs saved",
     "none": "smallest tried",
 }
 """Limits as they are printed."""

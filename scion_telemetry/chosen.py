@@ -132,14 +132,15 @@ class Tally:
         for name, table in self._known.items():
             steps, flushes = float(self._steps[name]), self._flushes[name]
             late = self._late(name)
+            counted = None if late is None else late.sums.tolist()
             for matrix, rows in enumerate(table.tolist()):
                 for index, (times, seen, score, everywhere) in enumerate(rows):
                     values = {"selected": times, "steps": steps, "score_all": everywhere / flushes}
                     if seen:
                         values["score"] = score / seen
-                    if late is not None:
-                        counted, total = late.sums[matrix, index].tolist()
-                        told = {"selected_late": counted, "score_all_late": total / late.flushes}
+                    if late is not None and counted is not None:
+                        chosen, total = counted[matrix][index]
+                        told = {"selected_late": chosen, "score_all_late": total / late.flushes}
                         values |= {**told, "steps_late": float(late.steps)}
                     found.append(Slice(param=name, matrix=matrix, index=index, values=values))
         return tuple(found)

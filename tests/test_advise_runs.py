@@ -167,6 +167,41 @@ def test_stacked_matrices_select_each_for_itself(tmp_path: Path) -> None:
     assert (found.matrices, found.n, found.width, found.rates.shape) == (4, 64, WIDTH, (4, 64))
 
 
+def test_what_is_worth_most_comes_first(heavy: Run) -> None:
+    (group,) = advise(heavy).groups
+    ef = theory.matched_ef(group.fraction)
+    assert group.fraction < 0.25
+    assert group.changes[0].startswith(f"ef_decay={ef:.3g} with fraction={group.fraction:g}, instead of 0.95: else the")
+    assert "not the 20 of momentum 0.95; of what a smaller fraction lost in loss" in group.changes[0]
+    assert group.changes[1].startswith("measure the mass of 1 of 1 matrices before you go below 0.25")
+    assert group.changes[2].startswith("tune lr again")
+    bars = advise(heavy, age_horizons=0.1).groups[0]
+    assert bars.binding in ("age", "overdue")
+    assert any(change.startswith("try a smaller lr before a larger fraction") for change in bars.changes)
+    steps = advise(heavy, max_age=8, overdue=1).groups[0]
+    assert steps.binding == "age"
+    assert not any("smaller lr" in change for change in steps.changes)
+
+
+def test_drift_is_told_as_a_warning(heavy: Run) -> None:
+    quiet, loud = (advise(heavy, drift=drift).groups[0] for drift in (1.0, 0.0))
+    assert quiet.fraction == loud.fraction
+    assert [any("warning, no bar" in change for change in g.changes) for g in (quiet, loud)] == [False, True]
+
+
+def test_regret_on_a_whole_selection_is_called_less_than_what_shards_lose(tmp_path: Path) -> None:
+    said = []
+    for name, options in {
+        "whole": {},
+        "cut": {"shards": 2},
+        "global": {"shards": 2, "selection_scope": "global"},
+    }.items():
+        columns = {"regret_at_2": 0.001, "regret": 0.01}
+        run = write(tmp_path / name, Matrix(name="w", scales=np.ones(64), options=options, columns=columns))
+        said.append("15 times as much" in "".join(gather(run)[1]))
+    assert said == [True, False, True]
+
+
 def test_caveat_and_power(heavy: Run) -> None:
     advice = advise(heavy)
     assert advice.seeds[0.002] == 7

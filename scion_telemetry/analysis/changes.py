@@ -32,9 +32,9 @@ def changes(matrices: Sequence[MatrixAdvice], best: int, binding: str, limits: L
     now = float(np.median([m.evidence.fraction for m in matrices]))
     if abs(fraction - now) > 0.01:
         yield f"tune lr again: the RMS of a step goes with √fraction, here by {np.sqrt(fraction / now):.2f}"
-    if binding == "age" and limits.max_age is None:
+    if binding in ("age", "overdue") and limits.max_age is None:
         yield (
-            "try a smaller lr before a larger fraction: in the study, rows as old as these were frequent at 2 and 4 "
+            "try a smaller lr before a larger fraction: in the study, rows that wait as long were frequent at 2 and 4 "
             "times the best learning rate, and rare at the best"
         )
     yield from _drift(matrices, best, limits)
