@@ -24,6 +24,8 @@ _BLOCK = 1 << 16
 """Entries of a scratch block on a CPU: 256 KiB in float32, which stays in the cache of a core."""
 _LITTLE = 1 << 12
 """Pieces of fewer entries, and of rows shorter than a chunk, are summed in float64."""
+_SMALL_PIECE = 1 << 14
+"""Up to here pieces of a shape are copied together, to be summed by one call."""
 _LARGE = 1e17
 """Up to here a chunk of squares does not overflow in float32 (3e38), columns of 10,000 entries included."""
 _SMALL = 1e-13
@@ -90,21 +92,23 @@ def _alike(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
 
 def _quick(xs: Sequence[Tensor], wanted: frozenset[str], longest: int) -> dict[str, Tensor]:
     """The same in float32 by chunks, on a CPU; pieces that float32 does not hold are done again in float64."""
-    chunks, ends = [], []
+    chunks, lows, highs = [], [], []
     by_row = "row_squares" in wanted or not xs[0].is_contiguous()
-    for x in xs:
+    # A call costs more than the copy of a small piece; a large one is read while it is in the cache.
+    for x in torch.stack(list(xs)).unsqueeze(0) if xs[0].numel() <= _SMALL_PIECE else (x.unsqueeze(0) for x in xs):
         wide = x if x.dtype == torch.float32 else x.float()
-        chunks.append(chunk_norms(wide if by_row else wide.view(-1), longest))
+        chunks.append(chunk_norms(wide if by_row else wide.flatten(1), longest))
         if "largest" in wanted:
-            ends.append(torch.aminmax(x))  # while the piece is in the cache
-    squares = torch.stack(chunks).double().square_()
+            low, high = (x.amin((1, 2, 3)), x.amax((1, 2, 3))) if len(x) > 1 else torch.aminmax(x)
+            lows.append(low.view(-1))
+            highs.append(high.view(-1))
+    squares = torch.cat(chunks).double().square_()
     found = {"squares": squares.flatten(1).sum(1)}
     found["nonfinite"] = torch.zeros_like(found["squares"])
     if "row_squares" in wanted:
         found["row_squares"] = squares.sum(-1).flatten(1)
-    if ends:
-        low, high = (torch.stack(side).double() for side in zip(*ends, strict=True))
-        found["largest"] = torch.maximum(-low, high)
+    if lows:
+        found["largest"] = torch.maximum(-torch.cat(lows), torch.cat(highs)).double()
     found |= _others(xs, wanted)
     # NaN too: its count needs the entries. Of entries below 1e-23 float32 squares are 0, as those of zeros are.
     least, most = torch.aminmax(squares.flatten(1), dim=1)
