@@ -158,8 +158,13 @@ class Tally:
         """To go on from."""
         known = {name: torch.from_numpy(table.copy()) for name, table in self._known.items()}
         marks = {
-            name: [(m.steps, m.flushes, torch.from_numpy(m.sums.copy())) for m in found]
+            name: {
+                "steps": [m.steps for m in found],
+                "flushes": [m.flushes for m in found],
+                "sums": torch.from_numpy(np.stack([m.sums for m in found])),
+            }
             for name, found in self._marks.items()
+            if found
         }
         return {"known": known, "steps": dict(self._steps), "flushes": dict(self._flushes), "marks": marks}
 
@@ -168,7 +173,12 @@ class Tally:
         self._known = {name: table.numpy().copy() for name, table in state["known"].items()}
         self._steps, self._flushes = dict(state["steps"]), dict(state["flushes"])
         self._marks = {
-            name: [_Mark(steps=steps, flushes=flushes, sums=sums.numpy().copy()) for steps, flushes, sums in found]
+            name: [
+                _Mark(steps=steps, flushes=flushes, sums=sums)
+                for steps, flushes, sums in zip(
+                    found["steps"], found["flushes"], found["sums"].numpy().copy(), strict=True
+                )
+            ]
             for name, found in state.get("marks", {}).items()
         }
 
