@@ -18,6 +18,7 @@ from scion_telemetry import Tracker
 from scion_telemetry.demo.model import GPT, GPTConfig
 from scion_telemetry.demo.train import ROLES
 from scion_telemetry.metrics.catalogue import PRESETS
+from scion_telemetry.metrics.choice import Metrics
 from scion_telemetry.optim import Dion2, group_params
 from scion_telemetry.sinks import CsvSink
 from scion_telemetry.testing import run_forked
@@ -27,10 +28,10 @@ DIRECT = "basic"
 BLOCK = 2
 
 
-def presets() -> list[str]:
-    """Those that exist, the cheap ones first."""
-    order = ("norms", "basic", "spectral", "full")
-    return sorted(PRESETS, key=lambda p: order.index(p) if p in order else len(order))
+def presets() -> dict[str, Metrics]:
+    """Those that exist, the cheap ones first, and what a selection adds to the cheapest."""
+    known: dict[str, Metrics] = {"norms": "norms", "norms, selection": ["norms", "selection"]}
+    return known | {name: name for name in ("basic", "spectral", *PRESETS)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +168,8 @@ def on_ranks(config: GPTConfig, batch: int, repeats: int, folder: str, rank: int
     bare, optimizers = training.optimizer(), {p: training.optimizer() for p in presets()}
     sinks = {p: Watched(CsvSink(Path(folder) / f"{world}-{p}")) for p in presets()}
     trackers = {
-        p: Tracker(training.model, optimizers[p], schedule=training.schedule, metrics=p, sinks=[sinks[p]])
-        for p in presets()
+        p: Tracker(training.model, optimizers[p], schedule=training.schedule, metrics=metrics, sinks=[sinks[p]])
+        for p, metrics in presets().items()
     }
     steps: dict[str, Callable[[], Time]] = {"bare": partial(training.step, bare)}
     steps |= {p: partial(training.step, optimizers[p], trackers[p], True) for p in presets()}
@@ -221,8 +222,8 @@ def share(steps: Sequence[Time], bare: Sequence[Time]) -> float:
     return median((s.part + s.rows - b.part - b.rows) / b.whole for s, b in zip(steps, bare, strict=True))
 
 
-def line(preset: str, found: Sequence[Found]) -> dict[str, str]:
-    """One preset: cost of a flush and of a step off schedule, and what follows for each cadence."""
+def line(preset: str, found: Sequence[Found], tokens: int) -> dict[str, str]:
+    """One preset, by tokens a rank: cost of a flush and of a step off schedule, and what follows for each cadence."""
     costs = [f.costs[preset] for f in found]
     bare = slowest([f.bare for f in found])
     steps, step = slowest([c.on for c in costs]), median(b.whole for b in bare)
@@ -231,6 +232,7 @@ def line(preset: str, found: Sequence[Found]) -> dict[str, str]:
     whole = median(s.whole / b.whole for s, b in zip(steps, bare, strict=True)) - 1
     return {
         "ranks": str(len(found)),
+        "tokens": str(tokens),
         "preset": preset,
         "bare step, ms": ms(step),
         "flush, ms": f"{1e3 * step * on:.1f}",
@@ -246,25 +248,26 @@ def line(preset: str, found: Sequence[Found]) -> dict[str, str]:
     }
 
 
-def verification(found: Sequence[Found]) -> str:
+def verification(found: Sequence[Found], tokens: int) -> str:
     """The derived share of one cell beside the one of steps in a row."""
     bare, direct = slowest([f.block_bare for f in found]), slowest([f.block_direct for f in found])
     derived = share(slowest([f.costs[DIRECT].on for f in found]), slowest([f.bare for f in found]))
     seen = median(d.whole / b.whole for d, b in zip(direct, bare, strict=True)) - 1
     return (
-        f"{DIRECT} at every=1 on {len(found)} rank(s): {100 * derived:.1f} % as derived above, {100 * seen:.1f} % "
-        f"measured over blocks of {BLOCK} steps with the worker beside them"
+        f"{DIRECT} at every=1 on {len(found)} rank(s), {tokens} tokens: {100 * derived:.1f} % as derived above, "
+        f"{100 * seen:.1f} % measured over blocks of {BLOCK} steps with the worker beside them"
     )
 
 
-def section(config: GPTConfig, batch: int, repeats: int) -> tuple[list[Mapping[str, str]], list[str]]:
-    """Lines of the table, and remarks."""
+def section(
+    config: GPTConfig, batches: Sequence[tuple[int, int]], repeats: int
+) -> tuple[list[Mapping[str, str]], list[str]]:
+    """Lines of the table, and remarks, for each of some (ranks, sequences a rank)."""
     rows: list[Mapping[str, str]] = []
     remarks: list[str] = []
-    for world in (1, 2):
+    for world, batch in batches:
         with tempfile.TemporaryDirectory() as folder:
             found = run_forked(partial(on_ranks, config, batch, repeats, folder), world, timeout=1800.0)
-        rows += [line(preset, found) for preset in found[0].costs]
-        remarks += [f"{found[0].parameters} parameters, {batch * config.context} tokens a rank"] if world == 1 else []
-        remarks += [verification(found)]
-    return rows, remarks
+        rows += [line(preset, found, batch * config.context) for preset in found[0].costs]
+        remarks += [verification(found, batch * config.context)]
+    return rows, [f"{found[0].parameters} parameters", *remarks]

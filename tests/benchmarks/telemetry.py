@@ -34,7 +34,8 @@ SECTIONS = ("overhead", "peers", "sigma", "growth")
 
 
 def show_overhead(quick: bool, repeats: int) -> None:
-    rows, remarks = overhead.section(TINY if quick else FULL, 4, repeats)
+    batches = ((1, 4), (2, 4)) if quick else ((1, 4), (2, 4), (2, 16))
+    rows, remarks = overhead.section(TINY if quick else FULL, batches, repeats)
     typer.echo(table(rows))
     typer.echo("\n" + "\n".join(f"- {remark}" for remark in remarks if remark))
 
