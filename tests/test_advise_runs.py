@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -191,11 +192,9 @@ def test_drift_is_told_as_a_warning(heavy: Run) -> None:
 
 def test_regret_on_a_whole_selection_is_called_less_than_what_shards_lose(tmp_path: Path) -> None:
     said = []
-    for name, options in {
-        "whole": {},
-        "cut": {"shards": 2},
-        "global": {"shards": 2, "selection_scope": "global"},
-    }.items():
+    ways: dict[str, dict[str, Any]] = {"whole": {}, "cut": {"shards": 2}}
+    ways["global"] = {"shards": 2, "selection_scope": "global"}
+    for name, options in ways.items():
         columns = {"regret_at_2": 0.001, "regret": 0.01}
         run = write(tmp_path / name, Matrix(name="w", scales=np.ones(64), options=options, columns=columns))
         said.append("15 times as much" in "".join(gather(run)[1]))
