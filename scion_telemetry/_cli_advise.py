@@ -24,6 +24,7 @@ LIMITS = {
     "mass": "captured mass",
     "regret": "local regret",
     "horizon": "horizon",
+    "unmeasured": "mass unknown",
     "saving": "no FLOPs saved",
     "none": "smallest tried",
 }

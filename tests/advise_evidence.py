@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from scion_telemetry.analysis import Evidence, Limits, advise_matrix
+from scion_telemetry.analysis import Evidence, Limits, advise_matrix, theory
 
 
 def evidence(**changes: Any) -> Evidence:
@@ -32,10 +32,10 @@ def evidence(**changes: Any) -> Evidence:
         "age_p99": 3.0,
         "regret": None,
         "regret_at": {},
-        "mass": {},
-        "mass_source": "none",
+        "mass_source": "calibration",
     }
-    return Evidence(**{**facts, **changes})
+    flat = {f: float(theory.flat_mass(f, changes.get("width", 256))) for f in (0.0625, 0.125, 0.25, 0.5, 0.75)}
+    return Evidence(**{**facts, "mass": flat, **changes})
 
 
 def one(limits: Limits | None = None, **changes: Any) -> Any:

@@ -52,8 +52,11 @@ def test_flat_rows_go_as_low_as_is_tried() -> None:
         # Means of a small GPT trained at fraction 1: what lost much is refused, what lost little is not.
         ({}, {"mass": GPT}, 0.25, "mass"),
         ({"mass": 0.5}, {"mass": GPT}, 0.375, "mass"),
-        # As flat as noise: the mass says nothing.
-        ({}, {"mass": {f: theory.flat_mass(f, 256) for f in (0.0625, 0.125, 0.25, 0.5, 0.75)}}, 0.0625, "none"),
+        # As flat as noise, as in all cases that name no mass: it says nothing. Unless nobody has looked.
+        ({}, {}, 0.0625, "none"),
+        ({}, {"mass": {}, "mass_source": "none"}, 0.25, "unmeasured"),
+        ({"mass": 0.0}, {"mass": {}, "mass_source": "none"}, 0.0625, "none"),
+        ({"max_age": 2, "overdue": 1}, {"mass": {}, "mass_source": "none"}, 0.375, "age"),
         ({}, {"shards": 4, "regret": 0.04}, 0.0625, "none"),
         ({}, {"shards": 4, "regret": 0.06}, 1.0, "regret"),
         ({}, {"shards": 4, "regret": 0.06, "scope": "global"}, 0.0625, "none"),

@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_advise_prints_what_it_found(run: Path) -> None:
-    shown = output("advise", run, "--total-steps", 100000, "--max-age", 200)
+    shown = output("advise", run, "--total-steps", 100000, "--max-age", 200, "--mass", 0)
     assert "ranked by L1 norm" in shown
     lines = [line.split() for line in shown.splitlines() if line.strip()]
     assert next(line for line in lines if line[0] == "layers.12.[wo]")[1:3] == ["256", "0.1875"]  # and no markup
@@ -55,13 +55,20 @@ def test_a_narrow_terminal_cuts_no_number(run: Path) -> None:
 
 def test_limits_are_options(run: Path, tmp_path: Path) -> None:
     low, high = (tmp_path / name for name in ("low.json", "high.json"))
-    output("advise", run, "--json", low, "--max-age", 2000, "--overdue", 0.5, "--age-horizons", 9)
+    output("advise", run, "--json", low, "--max-age", 2000, "--overdue", 0.5, "--age-horizons", 9, "--mass", 0)
     output("advise", run, "--json", high, "--max-age", 2)
     fractions = [json.loads(path.read_text())["groups"][0]["fraction"] for path in (low, high)]
     assert fractions[0] < 0.25 < fractions[1]
     assert json.loads(high.read_text())["limits"]["max_age"] == 2
     assert json.loads(high.read_text())["total_steps_from"] == "run"
     assert "(this run's; --total-steps tells another)" in output("advise", run)
+
+
+def test_no_fraction_below_the_published_ones_where_the_mass_is_not_known(run: Path) -> None:
+    shown = output("advise", run, "--total-steps", 100000, "--max-age", 2000, "--overdue", 0.5)
+    lines = [line.split() for line in shown.splitlines() if line.strip()]
+    assert next(line for line in lines if line[0] == "hidden")[3:7] == ["0.25", "local", "mass", "unknown"]
+    assert "measure the mass of 13 of 13 matrices before you go below 0.25" in shown
 
 
 def test_the_momentum_whose_horizon_is_kept_is_an_option(run: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from scion_telemetry.store import Run
 from . import theory
 from .changes import changes
 from .evidence import gather
-from .limits import LimitOptions, Limits
+from .limits import SMALLEST_KNOWN, LimitOptions, Limits
 from .records import CANDIDATES, Advice, Candidate, Evidence, GroupAdvice, MatrixAdvice
 
 SEED_SD = 0.0013
@@ -241,6 +241,7 @@ def _failed(c: Candidate, limits: Limits, flat: bool, longest: float) -> dict[st
             "age": c.age_p99 / c.age_limit,
             "overdue": _over(c.overdue, limits.overdue),
             "mass": 0.0 if c.mass is None or flat else _over(limits.mass, c.mass),
+            "unmeasured": SMALLEST_KNOWN / c.fraction if c.mass is None and limits.mass > 0 else 0.0,
             "regret": 0.0 if c.regret is None else _over(c.regret, limits.regret),
             "horizon": c.horizon / longest,
         }

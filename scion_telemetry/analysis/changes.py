@@ -4,11 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .limits import Limits
+from .limits import SMALLEST_KNOWN, Limits
 from .records import MatrixAdvice
-
-_SMALLEST_KNOWN = 0.25
-"""The smallest fraction that has been published."""
 
 
 def changes(matrices: Sequence[MatrixAdvice], best: int, binding: str, limits: Limits) -> Iterator[str]:
@@ -23,9 +20,9 @@ def changes(matrices: Sequence[MatrixAdvice], best: int, binding: str, limits: L
     fraction = matrices[0].candidates[best].fraction
     yield from _decay(matrices, best, limits)
     unknown = [m for m in matrices if m.evidence.mass_source == "none"]
-    if fraction < _SMALLEST_KNOWN and unknown:
+    if unknown and (binding == "unmeasured" or fraction < SMALLEST_KNOWN):
         yield (
-            f"measure the mass of {len(unknown)} of {len(matrices)} matrices before you go below {_SMALLEST_KNOWN:g} "
+            f"measure the mass of {len(unknown)} of {len(matrices)} matrices before you go below {SMALLEST_KNOWN:g} "
             "(see the note): without it nothing but ages speaks against a small fraction, and below that each halving "
             "cost .05 to .13 in loss in the study"
         )

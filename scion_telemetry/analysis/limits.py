@@ -5,6 +5,9 @@ from typing import TypedDict
 
 from .theory import SHARPNESS
 
+SMALLEST_KNOWN = 0.25
+"""The smallest fraction that has been published."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -32,7 +35,9 @@ class Limits:
         overdue: Largest share of rows that come less often than once in the oldest age allowed. Not the logged
             ``starved``, which is rarer than a tenth of the mean.
         drift: lr · λ · age_p99, shrinkage by weight decay between two steps of a row, above which is warned.
-        mass: Smallest share of unequalised L1 mass in the selected rows, unless the matrix is flat.
+        mass: Smallest share of unequalised L1 mass in the selected rows, unless the matrix is flat. Where it was not
+            measured nothing but ages would speak against a small fraction: none below .25 is accepted then, unless
+            ``mass`` is 0.
         flat: A matrix whose excess mass stays below this at every fraction is flat, and ``mass`` says nothing of it.
         regret: Largest mass that a selection within every shard loses against one over all of them.
         horizon_share: Longest momentum horizon, as a share of all steps of the training, where no ``ef_decay`` gives
