@@ -163,8 +163,8 @@ class Collector:
         count = flush.buffers.reduce(self._group)
         raised = flush.buffers.raised
         # All ranks must agree. On an accelerator that would wait for the device; σ₁ may be low there, once.
-        if raised.numel() and norms.free_to_read(raised) and raised[REPLACED] > 0:
-            self.cut.memory.forget()
+        if raised.numel() and norms.free_to_read(raised):
+            self.cut.memory.changed(bool(raised[REPLACED] > 0))
         self.log.commit()
         size = 8 * flush.buffers.numbers if count else 0
         here = Pieces(pieces=flush.pieces, mine=self._by_number)

@@ -37,6 +37,7 @@ class Memory:
         self.starts: dict[Key, Tensor] = {}
         self.solved: dict[Key, int] = {}
         self._blocks: dict[tuple[int, int], Tensor] = {}
+        self._restless = False
 
     def begin(self, step: int) -> None:
         """A run at a step. What is random follows from the step, so that a resumed run goes on as it would have."""
@@ -58,6 +59,8 @@ class Memory:
         """Of a run at a step."""
         if key[0] not in LASTING:
             return spectral.WARM_STEPS
+        if self._restless and key in self.solved:
+            return spectral.WARM_STEPS
         return spectral.steps_for(warm=key in self.solved, since=step - self.solved.get(key, step))
 
     def note(self, keys: Sequence[Key], starts: Sequence[Tensor], step: int) -> None:
@@ -67,10 +70,16 @@ class Memory:
                 self.starts[key] = start
                 self.solved[key] = step
 
-    def forget(self) -> None:
-        """Start cold: weights are not those of the run before, with a few steps more."""
-        self.starts.clear()
-        self.solved.clear()
+    def changed(self, elsewhere: bool) -> None:
+        """Whether something other than steps has changed weights since the run before: if so, start cold.
+
+        Not so where that is the habit, of weights that are normalised after every step, say: they go on from what is
+        known, with as many steps as after a long time.
+        """
+        if elsewhere and not self._restless:
+            self.starts.clear()
+            self.solved.clear()
+        self._restless = elsewhere
 
     def restore(self, starts: Mapping[Key, Tensor], solved: Mapping[Key, int]) -> None:
         """Go on from the vectors that another tracker had."""

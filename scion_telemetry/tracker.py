@@ -228,10 +228,10 @@ class Tracker:
             self._collector.schema(choice), self._collector.device, extra=self._window.size, header=header, flags=2
         )
         buffers.raised[GROWN] = float(self._parameters() != self._known)
-        if self._collector.look_up() or self._replaced:
-            buffers.raised[REPLACED] = 1.0
-            self._collector.memory.forget()
-            self._replaced = False
+        self._replaced |= self._collector.look_up()
+        buffers.raised[REPLACED] = float(self._replaced)
+        self._collector.memory.changed(self._replaced)
+        self._replaced = False
         window = self._step + 1 - self._flushed
         return Flush(step=self._step + 1, window=window, choice=choice, buffers=buffers, settings={})
 

@@ -43,6 +43,28 @@ def trained(place: Callable[[Tensor], Tensor], only_on: int | None = None, rank:
     return sink, counts
 
 
+def normalised(rank: int, world: int) -> tuple[MemorySink, list[int]]:
+    """Rows of weights are made one long after every step, as some trainings do."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def unit(x: Tensor) -> Tensor:
+        return x / x.norm(dim=1, keepdim=True)
+
+    model = named(w=distribute_tensor(unit(weight("wide", 0)), mesh, [Shard(0)], src_data_rank=None))
+    optimizer, sink, counts = torch.optim.SGD(model.parameters(), lr=1e-3), MemorySink(), []
+    with Tracker(model, optimizer, schedule=every(1), metrics=["weight_spectral"], sinks=[sink]) as tracker:
+        for step in range(1, 7):
+            model["w"].grad = distribute_tensor(weight("wide", step), mesh, [Shard(0)], src_data_rank=None)
+            optimizer.step()
+            truth = torch.linalg.svdvals(model["w"].full_tensor().detach().double())[0]
+            tracker.log(truth=truth)
+            with torch.no_grad():
+                local(model["w"]).copy_(unit(local(model["w"])))
+            assert tracker.last_flush is not None
+            counts.append(tracker.last_flush.collectives)
+    return sink, counts
+
+
 def check(sink: MemorySink) -> None:
     for (step, name), row in rows(sink).items():
         truth = float(torch.linalg.svdvals(weight(name, int(step >= REPLACED)).double())[0])
@@ -68,3 +90,12 @@ def test_a_change_on_one_rank_alone_is_one_on_all() -> None:
     """Half of a matrix is another one: nobody waits for a collective that the others do not make."""
     found = run_forked(lambda r, w: in_rows(r, w, only_on=1)[1], 2, timeout=50)
     assert found[0] == found[1] == [10, 4, 4, 10, 4, 4]
+
+
+def test_a_change_after_every_step_is_a_habit_and_costs_no_cold_start_each_time() -> None:
+    (sink, counts), (_, others) = run_forked(normalised, 2, timeout=50)
+    assert counts == others == [10, 10, 6, 6, 6, 6]  # cold; told for the first time; warm, with all steps
+    truths = {s.step: s.value for s in sink.scalars if s.name == "truth"}
+    assert len(truths) == 6
+    for (step, _), row in rows(sink).items():
+        assert row["weight_spectral"] == pytest.approx(truths[step], rel=0.01)
