@@ -47,7 +47,7 @@ def test_two_ranks_agree_with_what_was_gathered(tmp_path: Path) -> None:
     # Three quantities of eight parameters, the gradients among them; four numbers of a matrix, three of a vector.
     assert 8 * 3 * 3 <= int(numbers[1]) <= 8 * 3 * 4
     assert float(numbers[2]) <= 1e-7
-    assert re.search(r"24 spectral norms: largest relative error \S+, 0 further off than promised, 0 outside", done.stdout)
+    assert re.search(r"24 spectral norms: largest relative error \S+, 0 further off .+, 0 outside", done.stdout)
     assert "every element counted once" in done.stdout
     assert done.stdout.index("every element") < done.stdout.index("validation loss")
     assert load_run(tmp_path / "run").steps == [1]

@@ -75,7 +75,8 @@ def test_the_state_is_two_int32_of_a_row_on_the_rank_that_tells_of_it() -> None:
 def test_every_row_has_one_owner_in_every_layout(sizes: tuple[int, ...], placements: Any) -> None:
     def run(rank: int, world: int) -> int:
         mesh = init_device_mesh("cpu", sizes)
-        return flushed("dion2", ["norms", "selection"], lambda x: distribute_tensor(x, mesh, placements, src_data_rank=None))[1]
+        place = partial(distribute_tensor, device_mesh=mesh, placements=placements, src_data_rank=None)
+        return flushed("dion2", ["norms", "selection"], place)[1]
 
     assert sum(run_threads(run, 4, timeout=50)) == ROWS
 

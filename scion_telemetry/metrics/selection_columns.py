@@ -218,7 +218,9 @@ def _of_shards() -> Iterator[SelectionMetric]:
             name=f"regret_at_{world}",
             finish=partial(_as_if, world),
             there=partial(_divides, world),
-            formula=f"the regret if the slices were cut into {world} shards of ⌈n / {world}⌉",
+            # Training with local scope loses more, since each shard levels its rows to a threshold of its own: .0165
+            # against .0011 here, in a study with 2 shards at fraction .25.
+            formula=f"the regret if this step's slices were cut into {world} shards of ⌈n / {world}⌉",
         )
 
 

@@ -81,7 +81,7 @@ class Found:
 
 
 class Training:
-    """The loop of the demo on random tokens; several optimizers may step the model in turn.
+    """The loop of the demo on random tokens.
 
     Args:
         config: The model.
@@ -164,29 +164,33 @@ class Training:
 
 def on_ranks(config: GPTConfig, batch: int, repeats: int, folder: str, rank: int, world: int) -> Found:
     """What one rank measures."""
-    training = Training(config, batch, rank, world)
-    bare, optimizers = training.optimizer(), {p: training.optimizer() for p in presets()}
+    # A model for each: a tracker sees what others do to its weights, and is right to look again.
+    trainings = {p: Training(config, batch, rank, world) for p in ("bare", *presets())}
+    optimizers = {p: training.optimizer() for p, training in trainings.items()}
     sinks = {p: Watched(CsvSink(Path(folder) / f"{world}-{p}")) for p in presets()}
     trackers = {
-        p: Tracker(training.model, optimizers[p], schedule=training.schedule, metrics=metrics, sinks=[sinks[p]])
+        p: Tracker(trainings[p].model, optimizers[p], schedule=trainings[p].schedule, metrics=metrics, sinks=[sinks[p]])
         for p, metrics in presets().items()
     }
-    steps: dict[str, Callable[[], Time]] = {"bare": partial(training.step, bare)}
-    steps |= {p: partial(training.step, optimizers[p], trackers[p], True) for p in presets()}
-    times = take_turns(steps, repeats)
-    training.backward()
-    alone = {"bare": bare, **optimizers}
-    off = take_turns({name: partial(training.optimizer_alone, o) for name, o in alone.items()}, 3 * repeats)
-    training.model.zero_grad()
-    direct = partial(training.block, optimizers[DIRECT], trackers[DIRECT])
-    blocks = take_turns({"bare": partial(training.block, bare, None), DIRECT: direct}, repeats)
-    own = training.counted(bare, None)
+    step: dict[str, Callable[[], Time]] = {
+        p: partial(t.step, optimizers[p], trackers.get(p), True) for p, t in trainings.items()
+    }
+    times = take_turns(step, repeats)
+    for training in trainings.values():
+        training.backward()
+    off = take_turns({p: partial(t.optimizer_alone, optimizers[p]) for p, t in trainings.items()}, 3 * repeats)
+    for training in trainings.values():
+        training.model.zero_grad()
+    blocks = take_turns(
+        {p: partial(trainings[p].block, optimizers[p], trackers.get(p)) for p in ("bare", DIRECT)}, repeats
+    )
+    own = trainings["bare"].counted(optimizers["bare"], None)
     found = Found(
-        parameters=sum(p.numel() for p in training.model.parameters()),
+        parameters=sum(p.numel() for p in trainings["bare"].model.parameters()),
         bare=times["bare"],
         bare_off=off["bare"],
         costs={
-            p: _cost(times[p], off[p], sinks[p], tracker, own, training.counted(optimizers[p], tracker))
+            p: _cost(times[p], off[p], sinks[p], tracker, own, trainings[p].counted(optimizers[p], tracker))
             for p, tracker in trackers.items()
         },
         block_bare=blocks["bare"],
