@@ -72,6 +72,16 @@ def test_shapes_and_dtypes_against_brute_force(shape: torch.Size, role: str, dty
     assert worst(measured(x, role), layer_values({"weight": x}, role)) <= EXACT
 
 
+@pytest.mark.parametrize("entry", [0.037, 0.1, 1 / 3, 3e-4])
+@pytest.mark.parametrize("shape", [(300, 320), (700, 300), (17, 640), (1, 8192), (2, 4099)])
+def test_entries_of_one_size_whose_roundings_all_go_the_same_way(shape: tuple[int, int], entry: float) -> None:
+    """As updates by signs are; here and there, a row of them is zero."""
+    x = randn(*shape).sign() * entry
+    x[1::3] = 0
+    assert worst(measured(x), layer_values({"weight": x}, "hidden")) <= EXACT
+    assert worst(measured(x[::3]), layer_values({"weight": x[::3]}, "hidden")) <= EXACT
+
+
 @pytest.mark.parametrize("size", [1e30, 1e-30, 1.0])
 @pytest.mark.parametrize("shape", [(20, 30), (150, 140)], ids=["gram", "lanczos"])
 def test_extreme_magnitudes(size: float, shape: tuple[int, int]) -> None:

@@ -18,8 +18,12 @@ from torch import Tensor
 CHUNK = 128
 """Longest chunk that is added up in float32 where only the whole norm is wanted; half of it for norms of rows, and a
 quarter for those of short rows: the root that a chunk's norm is rounded to averages out over chunks."""
-_SHORT = 16
+_ADDED = 64
+"""Magnitudes that are added up in float32: four or eight to a lane of the processor."""
+_SHORT = 8
 """Rows that are added up in float32, for columns: the kernel adds them one by one."""
+_ALIKE = 1e-4
+"""Where squared norms of half of the chunks differ by less, roundings may all go the same way (1e-7, of signs)."""
 _BLOCK = 1 << 16
 """Entries of a scratch block on a CPU: 256 KiB in float32, which stays in the cache of a core."""
 _LITTLE = 1 << 12
@@ -111,9 +115,11 @@ def _quick(xs: Sequence[Tensor], wanted: frozenset[str], longest: int) -> dict[s
         found["largest"] = torch.maximum(-torch.cat(lows), torch.cat(highs)).double()
     found |= _others(xs, wanted)
     # NaN too: its count needs the entries. Of entries below 1e-23 float32 squares are 0, as those of zeros are.
-    least, most = torch.aminmax(squares.flatten(1), dim=1)
-    for i, (low, high) in enumerate(zip(least.tolist(), most.tolist(), strict=True)):
-        if not high <= _LARGE**2 or (high < _SMALL**2 and bool(xs[i].any())):
+    flat = squares.flatten(1)
+    least, most = flat.amin(1), flat.amax(1)
+    near = (flat > (1 - _ALIKE) * most.unsqueeze(1)).sum(1) > 0.5 * (flat > 0).sum(1)
+    for i, (low, high, alike) in enumerate(zip(*(e.tolist() for e in (least, most, near)), strict=True)):
+        if alike or not high <= _LARGE**2 or (high < _SMALL**2 and bool(xs[i].any())):
             for name, values in exact(xs[i], wanted).items():
                 found[name][i] = values
         elif "row_squares" in wanted and low < _SMALL**2 and high > 0:
@@ -140,9 +146,11 @@ def _others(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
                 scratch = room[: block.numel()].view(block.shape)
                 if "column_squares" in names:
                     by_column[i, b] += column_sums(torch.mul(block, block, out=scratch))
+                if names & {"magnitudes", "zeros"}:
+                    torch.abs(block, out=scratch)
                 if "magnitudes" in names:
-                    magnitudes[i] += torch.abs(block, out=scratch).sum(dtype=torch.float64)
-                if "zeros" in names:
+                    magnitudes[i] += short_sums(scratch.view(-1))
+                if "zeros" in names and not float(scratch.amin()) > 0:  # which is sooner found than they are counted
                     zeros[i] += block.numel() - block.count_nonzero()
         found = {"column_squares": by_column.flatten(1), "magnitudes": magnitudes, "zeros": zeros}
     return {name: found[name] for name in names}
@@ -170,6 +178,12 @@ def chunk_norms(x: Tensor, longest: int) -> Tensor:
         return torch.cat([torch.linalg.vector_norm(part, dim=-1) for part in parts if part.size(-2)], dim=-1)
     norms: Tensor = torch.linalg.vector_norm(x.view(*x.shape[:-1], columns // size, size), dim=-1)
     return norms
+
+
+def short_sums(x: Tensor) -> Tensor:
+    """Sum of a float32 vector ``[N]``, in float64 but for short parts."""
+    whole = x.numel() // _ADDED * _ADDED
+    return x[:whole].view(-1, _ADDED).sum(dim=1).sum(dtype=torch.float64) + x[whole:].sum(dtype=torch.float64)
 
 
 def column_sums(squares: Tensor) -> Tensor:
@@ -250,7 +264,7 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
     parts = list(zip(torch.split(x.reshape(-1), _BLOCK), torch.split(y.reshape(-1), _BLOCK), strict=True))
     if torch.float64 not in (x.dtype, y.dtype) and free_to_read(x):
         for a, b in parts:
-            total += torch.mul(a.float(), b.float()).sum(dtype=torch.float64)
+            total += torch.mul(a.float(), b.float()).sum()  # torch adds float32 up by parts of parts
         if _SMALL < abs(float(total)) < torch.inf:  # of a smaller one products may have vanished in float32
             return total
         total.zero_()
