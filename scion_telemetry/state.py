@@ -1,7 +1,7 @@
 """What a tracker needs to go on where another one stopped: global tensors by name, whatever the sharding."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,57 +15,73 @@ from scion_telemetry.sigma import Key
 
 VERSION = 1
 
+_Memory: TypeAlias = tuple[Mapping[Key, Tensor], Mapping[Key, int]]
+"""First blocks of later runs, and the steps of the runs that found them."""
+
 
 def gather(
     collector: Collector, finisher: Finisher, plan: Sequence[Planned], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
     """When rows were last selected and how often, and the vectors that singular values start from; on all ranks."""
+    selections = _selections(collector, plan, group)
+    tally = finisher.tally.state()
+    mine = [(dict(m.starts), dict(m.solved)) for m in (collector.cut.memory, collector.memory)]
+    everybody = agree(lambda: (mine, tally), group)
+    starts, solved = _latest([memory for memories, _ in everybody for memory in memories])
+    names = [p.spec.info.name for p in plan]
+    return {
+        "version": VERSION,
+        "selections": selections,
+        "tally": everybody[0][1],
+        "starts": {_text(key, names): start for key, start in starts.items()},
+        "solved": {_text(key, names): step for key, step in solved.items()},
+    }
+
+
+def _selections(collector: Collector, plan: Sequence[Planned], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """The history of all rows by parameter: every rank adds the rows that it tells of."""
     shapes = selected_shapes(plan) if collector.selects else [None] * len(plan)
     sizes = [0 if s is None else s.batch * s.rows for s in shapes]
-    starts = [sum(sizes[:n]) for n in range(len(plan))]
+    begin = [sum(sizes[:n]) for n in range(len(plan))]
     rows = torch.zeros(2, sum(sizes), dtype=torch.float64, device=collector.device)
     steps = torch.zeros(2, len(plan), dtype=torch.float64, device=collector.device)
     for param, number in collector.numbers.items():
         if param in collector.log:
             positions = collector.log.positions([param])[0]
             for total, here in zip(rows, collector.log.piece(param), strict=True):
-                region, own = total[starts[number] : starts[number] + sizes[number]], here.double()
+                region, own = total[begin[number] : begin[number] + sizes[number]], here.double()
                 region.add_(own) if positions is None else region.index_add_(0, positions, own)
             steps[0, number], steps[1, number] = collector.log.latest(param) or 0, collector.log.shown(param)
     if group is not None:
         dist.all_reduce(rows, group=group)
         dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group)
-    # Those of matrices in pieces are the same on all ranks, those of a whole matrix are where it is measured; what a
-    # resumed tracker was given and has not used is older than what has.
-    tally = finisher.tally.state()
-    mine = [(dict(m.starts), dict(m.solved)) for m in (collector.cut.memory, collector.memory)]
-    everybody = agree(lambda: (mine, tally), group)
-    vectors: dict[Key, Tensor] = {}
-    solved: dict[Key, int] = {}
-    for memories, _ in everybody:
-        for starts_here, solved_here in memories:
-            for key, when in solved_here.items():
-                if when > solved.get(key, -1):
-                    solved[key], vectors[key] = when, starts_here[key].cpu().clone()
-    names = [p.spec.info.name for p in plan]
     last, count = rows.to("cpu", torch.int32)
     return {
-        "version": VERSION,
-        "selections": {
-            names[n]: {
-                "seen": _seen(plan[n]),
-                "last": last[starts[n] : starts[n] + sizes[n]].clone(),
-                "count": count[starts[n] : starts[n] + sizes[n]].clone(),
-                "latest": int(steps[0, n]),
-                "shown": int(steps[1, n]),
-            }
-            for n in range(len(plan))
-            if sizes[n]
-        },
-        "tally": everybody[0][1],
-        "starts": {_text(key, names): start for key, start in vectors.items()},
-        "solved": {_text(key, names): step for key, step in solved.items()},
+        p.spec.info.name: {
+            "seen": _seen(p),
+            "last": last[begin[n] : begin[n] + sizes[n]].clone(),
+            "count": count[begin[n] : begin[n] + sizes[n]].clone(),
+            "latest": int(steps[0, n]),
+            "shown": int(steps[1, n]),
+        }
+        for n, p in enumerate(plan)
+        if sizes[n]
     }
+
+
+def _latest(memories: Iterable[_Memory]) -> _Memory:
+    """Of every matrix the vectors that were found last, on the host.
+
+    Those of matrices in pieces are the same on all ranks, those of a whole matrix are where it is measured; what a
+    resumed tracker was given and has not used is older than what has.
+    """
+    starts: dict[Key, Tensor] = {}
+    solved: dict[Key, int] = {}
+    for known, when in memories:
+        for key, step in when.items():
+            if step > solved.get(key, -1):
+                solved[key], starts[key] = step, known[key].cpu().clone()
+    return starts, solved
 
 
 def restore(known: Mapping[str, Any], collector: Collector, finisher: Finisher, plan: Sequence[Planned]) -> None:

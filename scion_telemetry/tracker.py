@@ -2,10 +2,8 @@
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from scion_telemetry import describe, state
 from scion_telemetry.collect import GROWN, REPLACED, Collector
+from scion_telemetry.cost import OWN, Clock, FlushStats, cost_scalars
 from scion_telemetry.finish import Finisher
 from scion_telemetry.metrics.choice import SELECTION, Metrics, choose
 from scion_telemetry.optim.events import StepEvent
@@ -30,29 +29,6 @@ from scion_telemetry.verify import Verification, verify
 from scion_telemetry.writer import Writer, open_sinks
 
 logger = logging.getLogger(__name__)
-
-OWN = ("telemetry_ms", "telemetry_bytes", "telemetry_collectives", "telemetry_rows", "steps_per_second")
-"""Scalars that the tracker writes itself, beside totals."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlushStats:
-    """What one flush cost this rank.
-
-    Args:
-        step: Its step.
-        collectives: Collectives of this flush.
-        bytes: Bytes that they were given on this rank; 0 on one process.
-        numbers: Numbers in the buffers that are merged, 8 bytes each; the rest are products for singular values.
-        milliseconds: Time that this rank's training thread spent in the tracker since the flush before. On an
-            accelerator that is the time to queue the work.
-    """
-
-    step: int
-    collectives: int
-    bytes: int
-    numbers: int
-    milliseconds: float = 0.0
 
 
 class Tracker:
@@ -113,7 +89,7 @@ class Tracker:
         self._merged: HostBuffers | None = None
         self._snapshots: dict[Tensor, Tensor] = {}
         self._settings: dict[Tensor, describe.Setting] = {}
-        self._clock = _Clock()
+        self._clock = Clock()
         self.last_flush: FlushStats | None = None
         params = self._agree(optimizer, metrics, sinks, run, resume)
         self._start_step, self._attributes = self._step, dict(run or {})
@@ -279,7 +255,7 @@ class Tracker:
             milliseconds=1e3 * spent,
         )
         if self._writer is not None:
-            cost = _cost(self.last_flush, flush.window, between)
+            cost = cost_scalars(self.last_flush, flush.window, between)
             step, finisher, choice = self._step, self._finisher, flush.choice
 
             def make() -> Batch:
@@ -444,43 +420,3 @@ class Tracker:
 def _read(host: HostBuffers, window: Window) -> tuple[Scalar, ...]:
     host.wait()
     return window.read(host.tail)
-
-
-def _cost(stats: FlushStats, steps: int, seconds: float | None) -> list[Scalar]:
-    """What the flush cost, and how fast the steps since the one before were."""
-    found = {
-        "telemetry_ms": stats.milliseconds,
-        "telemetry_bytes": float(stats.bytes),
-        "telemetry_collectives": float(stats.collectives),
-    }
-    if steps and seconds:
-        found["steps_per_second"] = steps / seconds
-    return [Scalar(step=stats.step, name=name, value=value) for name, value in found.items()]
-
-
-class _Clock:
-    """Time spent inside, and time between flushes."""
-
-    def __init__(self) -> None:
-        self._spent = 0.0
-        self._depth = 0
-        self._entered = 0.0
-        self._lap: float | None = None
-
-    def __enter__(self) -> None:
-        if self._depth == 0:
-            self._entered = time.perf_counter()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._spent += time.perf_counter() - self._entered
-
-    def lap(self) -> tuple[float, float | None]:
-        """Seconds inside since the lap before, and seconds altogether (None at the first)."""
-        now = time.perf_counter()
-        spent, self._spent, self._entered = self._spent + now - self._entered, 0.0, now
-        between = None if self._lap is None else now - self._lap
-        self._lap = now
-        return spent, between

@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scion_telemetry.collect import Collector
+from scion_telemetry.collect import Collector, Find
 from scion_telemetry.describe import Setting, piece_like
 from scion_telemetry.metrics.choice import Choice, choose
 from scion_telemetry.metrics.declare import Array, Measured, Metric, Shapes
@@ -41,7 +40,6 @@ _NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "nonfinite": lambda x: (~x.isfinite()).sum(),
     "row_magnitude": lambda x: x.square().sum(-1).sqrt().amax(),
 }
-Find: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ PARTS = {
     *(
         "chosen",
         "collect",
+        "cost",
         "describe",
         "finish",
         "places",

@@ -13,11 +13,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tracked import gauss, named
 
 from scion_telemetry import Tracker, every
+from scion_telemetry.cost import FlushStats
 from scion_telemetry.metrics import norms
 from scion_telemetry.optim import Dion2, Scion
 from scion_telemetry.sinks import MemorySink
 from scion_telemetry.testing import run_forked, run_threads
-from scion_telemetry.tracker import FlushStats
 
 pytestmark = pytest.mark.timeout(60)
 

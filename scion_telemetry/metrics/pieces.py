@@ -90,14 +90,6 @@ class Place:
             return cls(shape=shape, batch=indices(0), rows=indices(1), columns=indices(2))
         return cls(shape=shape, rows=indices(0), columns=_flat(layout, range(1, len(layout.shape)), device))
 
-    def select(self, dim: int, indices: Tensor) -> "Place":
-        """The place of some rows (``dim=-2``) or columns (``dim=-1``) of this piece, given their local indices."""
-        mine = self.rows if dim == -2 else self.columns
-        chosen = indices if mine is None else mine[indices]
-        if dim == -2:
-            return Place(shape=self.shape, batch=self.batch, rows=chosen, columns=self.columns)
-        return Place(shape=self.shape, batch=self.batch, rows=self.rows, columns=chosen)
-
     def vector_index(self, dim: int) -> Tensor | None:
         """Positions of the piece's rows (``-2``) or columns (``-1``) in a flat ``[B·m]`` or ``[B·n]`` vector."""
         along = self.rows if dim == -2 else self.columns
