@@ -28,6 +28,7 @@ from scion_telemetry.describe import find_momentum
 from scion_telemetry.metrics import spectral
 from scion_telemetry.metrics.spectral import Problem, Solved
 from scion_telemetry.optim import make_orthogonalizer
+from scion_telemetry.sigma import Memory
 
 INTERVALS = (1, 10, 100)
 MOST = 20
@@ -66,28 +67,31 @@ def solve_in_two(matrices: Sequence[Tensor], starts: Sequence[Tensor], steps: in
 
 @dataclass(slots=True)
 class Followed:
-    """One quantity that is solved every ``interval`` steps.
+    """One quantity that is solved every ``interval`` steps, as the tracker does it: weights from where they were.
 
     Args:
+        quantity: Which one.
         interval: Optimizer steps between two.
-        starts: First blocks of the next.
+        memory: First blocks of the next.
         errors: Relative errors by flush, the cold one first.
         outside: How often the truth lay outside the interval.
     """
 
+    quantity: str
     interval: int
-    starts: list[Tensor] | None = None
+    memory: Memory = field(default_factory=lambda: Memory(torch.device("cpu")))
     errors: list[list[float]] = field(default_factory=list)
     outside: int = 0
 
     def take(self, step: int, matrices: Sequence[Tensor], truth: Callable[[], Sequence[float]]) -> None:
         if step % self.interval or len(self.errors) > MOST:
             return
-        warm = self.starts is not None
-        starts = self.starts or [cold(w, seed) for seed, w in enumerate(matrices)]
-        steps = spectral.steps_for(warm=warm, since=self.interval)
+        keys = [(self.quantity, i, 0) for i in range(len(matrices))]
+        self.memory.begin(step)
+        starts = [self.memory.start(key, w.size(1)) for key, w in zip(keys, matrices, strict=True)]
+        steps = max(self.memory.number_of_steps(key, step) for key in keys)
         solved = solve_in_two(matrices, starts, steps, seed=step)
-        self.starts = solved.starts
+        self.memory.note(keys, solved.starts, step)
         self.note(solved.lower, solved.upper, truth())
 
     def note(self, lower: Tensor, upper: Tensor, truth: Sequence[float]) -> None:
@@ -126,8 +130,8 @@ def accuracy(steps: int, width: int, layers: int) -> list[dict[str, str]]:
     params = [p for p in model.parameters() if p.ndim == 2]
     source = batches(load_corpus().train, batch=8, context=128, seed=0)
     names = ("weight", "grad", "momentum", "update")
-    followed = {(q, i): Followed(interval=i) for q in names for i in INTERVALS if i < steps}
-    whole = Followed(interval=10)
+    followed = {(q, i): Followed(quantity=q, interval=i) for q in names for i in INTERVALS if i < steps}
+    whole = Followed(quantity="update", interval=10)
     for step in range(1, steps + 1):
         inputs, targets = next(source)
         model.loss(inputs, targets).backward()  # type: ignore[no-untyped-call]
