@@ -15,15 +15,16 @@ from itertools import product
 import torch
 from torch import Tensor
 
-CHUNK = 128
-"""Longest chunk that is added up in float32 where only the whole norm is wanted; half of it for norms of rows, and a
-quarter for those of short rows: the root that a chunk's norm is rounded to averages out over chunks."""
-_ADDED = 64
-"""Magnitudes that are added up in float32: four or eight to a lane of the processor."""
+CHUNK = 64
+"""Longest chunk that is added up in float32, four or eight entries to a lane of the processor; half of it for norms of
+short rows: the root that a chunk's norm is rounded to averages out over chunks."""
 _SHORT = 8
 """Rows that are added up in float32, for columns: the kernel adds them one by one."""
 _ALIKE = 1e-4
-"""Where squared norms of half of the chunks differ by less, roundings may all go the same way (1e-7, of signs)."""
+"""Where squared norms of neighbouring chunks mostly differ by less, entries may be of one size, as those of signs are,
+and roundings all go the same way: 1e-7 and more."""
+_MOST = 0.5
+"""So it is where a chunk holds more than this share of the whole: its roundings do not average out."""
 _BLOCK = 1 << 16
 """Entries of a scratch block on a CPU: 256 KiB in float32, which stays in the cache of a core."""
 _LITTLE = 1 << 12
@@ -95,39 +96,55 @@ def _alike(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
 
 
 def _quick(xs: Sequence[Tensor], wanted: frozenset[str], longest: int) -> dict[str, Tensor]:
-    """The same in float32 by chunks, on a CPU; pieces that float32 does not hold are done again in float64."""
+    """The same in float32 by chunks, on a CPU; what float32 does not hold is done again in float64."""
     chunks, lows, highs = [], [], []
-    by_row = "row_squares" in wanted or not xs[0].is_contiguous()
+    by_row = "row_squares" in wanted
     # A call costs more than the copy of a small piece; a large one is read while it is in the cache.
     for x in torch.stack(list(xs)).unsqueeze(0) if xs[0].numel() <= _SMALL_PIECE else (x.unsqueeze(0) for x in xs):
-        wide = x if x.dtype == torch.float32 else x.float()
-        chunks.append(chunk_norms(wide if by_row else wide.flatten(1), longest))
+        wide = x.contiguous() if x.dtype == torch.float32 else x.float().contiguous()
+        chunks.append(chunk_norms(wide if by_row else wide.view(len(x), 1, 1, -1), longest))
         if "largest" in wanted:
             low, high = (x.amin((1, 2, 3)), x.amax((1, 2, 3))) if len(x) > 1 else torch.aminmax(x)
             lows.append(low.view(-1))
             highs.append(high.view(-1))
     squares = torch.cat(chunks).double().square_()
-    found = {"squares": squares.flatten(1).sum(1)}
+    rows = squares.sum(-1).flatten(1)
+    found = {"squares": rows.sum(1), "row_squares": rows}
     found["nonfinite"] = torch.zeros_like(found["squares"])
-    if "row_squares" in wanted:
-        found["row_squares"] = squares.sum(-1).flatten(1)
     if lows:
         found["largest"] = torch.maximum(-torch.cat(lows), torch.cat(highs)).double()
     found |= _others(xs, wanted)
-    # NaN too: its count needs the entries. Of entries below 1e-23 float32 squares are 0, as those of zeros are.
-    flat = squares.flatten(1)
-    least, most = flat.amin(1), flat.amax(1)
-    near = (flat > (1 - _ALIKE) * most.unsqueeze(1)).sum(1) > 0.5 * (flat > 0).sum(1)
-    for i, (low, high, alike) in enumerate(zip(*(e.tolist() for e in (least, most, near)), strict=True)):
-        if alike or not high <= _LARGE**2 or (high < _SMALL**2 and bool(xs[i].any())):
+    for i, (all_of_it, some) in enumerate(zip(*_doubtful(squares), strict=True)):
+        if all_of_it is None:
+            all_of_it = bool(xs[i].any())
+        if all_of_it:
             for name, values in exact(xs[i], wanted).items():
                 found[name][i] = values
-        elif "row_squares" in wanted and low < _SMALL**2 and high > 0:
-            # float32 may have flushed squares to zero, beside others that it has not; or they are zeros.
-            few = (squares[i].amin(-1) < _SMALL**2).flatten()
-            rows = xs[i].flatten(0, 1)[few].unsqueeze(0)
-            found["row_squares"][i, few] = exact(rows, frozenset(("row_squares",)))["row_squares"]
+        elif by_row and bool(some.any()):
+            rows[i, some] = exact(xs[i].flatten(0, 1)[some].unsqueeze(0), frozenset(("row_squares",)))["row_squares"]
+            found["squares"][i] = rows[i].sum()
     return {name: values for name, values in found.items() if name in wanted}
+
+
+def _doubtful(squares: Tensor) -> tuple[list[bool | None], Tensor]:
+    """Of squared norms of chunks ``[n, B, R, K]`` the pieces and the rows that float32 may have wrong.
+
+    Returns:
+        Of each piece whether it has to be done again, None where only if it is not zero; and of its rows, ``[n, B·R]``.
+    """
+    flat = squares.flatten(1)
+    alike = (flat[:, 1:] - flat[:, :-1]).abs() < _ALIKE * flat[:, 1:]
+    most = flat.amax(1)
+    again = ((alike.sum(1) > 0.5 * (flat > 0).sum(1)) | (most > _MOST * flat.sum(1))).tolist()
+    # NaN too: its count needs the entries. Of entries below 1e-23 float32 squares are 0, as those of zeros are.
+    pieces = [
+        True if wrong or not high <= _LARGE**2 else None if high < _SMALL**2 else False
+        for wrong, high in zip(again, most.tolist(), strict=True)
+    ]
+    low, high = squares.amin(-1), squares.amax(-1)
+    # Squares may have been flushed to zero beside others that were not, or they are zeros.
+    rows = (low < _SMALL**2) | (high - low < _ALIKE * high) | (high > _MOST * squares.sum(-1))
+    return pieces, rows.flatten(1)
 
 
 def _others(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
@@ -163,9 +180,9 @@ def _chunk(x: Tensor, *, rows: bool) -> int | None:
         x: The piece.
         rows: Whether norms of rows are wanted; otherwise chunks may go from one row into the next.
     """
-    if rows or not x.is_contiguous():
-        return None if x.size(2) < CHUNK else CHUNK // 2 if x.size(2) >= 2 * CHUNK else CHUNK // 4
-    return CHUNK
+    if not rows or x.size(2) >= 4 * CHUNK:
+        return CHUNK
+    return CHUNK // 2 if x.size(2) >= 2 * CHUNK else None
 
 
 def chunk_norms(x: Tensor, longest: int) -> Tensor:
@@ -182,8 +199,8 @@ def chunk_norms(x: Tensor, longest: int) -> Tensor:
 
 def short_sums(x: Tensor) -> Tensor:
     """Sum of a float32 vector ``[N]``, in float64 but for short parts."""
-    whole = x.numel() // _ADDED * _ADDED
-    return x[:whole].view(-1, _ADDED).sum(dim=1).sum(dtype=torch.float64) + x[whole:].sum(dtype=torch.float64)
+    whole = x.numel() // CHUNK * CHUNK
+    return x[:whole].view(-1, CHUNK).sum(dim=1).sum(dtype=torch.float64) + x[whole:].sum(dtype=torch.float64)
 
 
 def column_sums(squares: Tensor) -> Tensor:
@@ -264,7 +281,7 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
     parts = list(zip(torch.split(x.reshape(-1), _BLOCK), torch.split(y.reshape(-1), _BLOCK), strict=True))
     if torch.float64 not in (x.dtype, y.dtype) and free_to_read(x):
         for a, b in parts:
-            total += torch.mul(a.float(), b.float()).sum()  # torch adds float32 up by parts of parts
+            total += short_sums(torch.mul(a.float(), b.float()))
         if _SMALL < abs(float(total)) < torch.inf:  # of a smaller one products may have vanished in float32
             return total
         total.zero_()
