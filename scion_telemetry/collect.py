@@ -28,8 +28,8 @@ from scion_telemetry.shown import Previous, Shown
 from scion_telemetry.sigma import Cut, Memory, Pieces, Whole, in_pieces
 
 Find: TypeAlias = Callable[[Tensor], Tensor | None]
-GROWN, REPLACED = range(2)
-"""Flags of a flush: parameters have come or gone; weights were changed by something other than a step."""
+GROWN, REPLACED, FLAGS = range(3)
+"""Flags of a flush: parameters have come or gone; weights were changed by something other than a step. Their number."""
 
 
 class Collector:
@@ -62,7 +62,6 @@ class Collector:
         self._mine = {
             param: Mine.of(n, param, plan[n]) for param, n in self.numbers.items() if rank in plan[n].measurers
         }
-        self._weights = [*map(local, self._mine)]
         self._by_number = {mine.number: mine for mine in self._mine.values()}
         told = {p: mine.slices for p, mine in self._mine.items() if mine.slices is not None and mine.tells}
         self.log = SelectionLog(told if selects else {}, self.device, step)
@@ -78,15 +77,6 @@ class Collector:
         if id(choice) not in self._schemas:  # the choice is kept, so that its number is not given to another one
             self._schemas[id(choice)] = (choice, make_schema(self._plan, choice))
         return self._schemas[id(choice)][1]
-
-    def version(self) -> int:
-        """Number of changes that were made to this rank's weights in place so far, as autograd counts them."""
-        return sum(weight._version for weight in self._weights if not weight.is_inference())
-
-    def look_up(self) -> bool:
-        """Find this rank's weights again; whether some lie elsewhere than at the time before."""
-        known, self._weights = self._weights, [*map(local, self._mine)]
-        return any(a.data_ptr() != b.data_ptr() for a, b in zip(known, self._weights, strict=True))
 
     def snapshot(self) -> dict[Tensor, Tensor]:
         """Copies of this rank's pieces of the weights whose update the optimizer will not show."""
@@ -122,6 +112,8 @@ class Collector:
                     pieces[quantity][mine] = as_matrices(piece, mine.planned.shape)
         updates = self._hidden_updates(flush)
         self.memory.begin(flush.step)
+        if flush.choice.follows:
+            self.memory.follow(flush.step, moved=flush.moved)
         whole = Whole(self.memory)
         for quantity, by_mine in (*pieces.items(), ("update", updates)):
             if by_mine:
@@ -160,11 +152,12 @@ class Collector:
 
     def reduce(self, flush: Flush) -> tuple[int, int]:
         """Merge over all ranks and find σ₁ of what lies in pieces; returns the numbers of collectives and of bytes."""
-        count = flush.buffers.reduce(self._group)
         raised = flush.buffers.raised
-        # All ranks must agree. On an accelerator that would wait for the device; σ₁ may be low there, once.
-        if raised.numel() and norms.free_to_read(raised):
-            self.cut.memory.changed(bool(raised[REPLACED] > 0))
+        raised[REPLACED] = float(flush.moved)
+        count = flush.buffers.reduce(self._group)
+        if flush.choice.follows:
+            # All ranks must agree. On an accelerator that would wait for the device: σ₁ may be low there, once.
+            self.cut.memory.follow(flush.step, moved=norms.free_to_read(raised) and bool(raised[REPLACED] > 0))
         self.log.commit()
         size = 8 * flush.buffers.numbers if count else 0
         here = Pieces(pieces=flush.pieces, mine=self._by_number)

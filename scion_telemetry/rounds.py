@@ -1,6 +1,7 @@
 """When optimizers step: one round is one training step, whether one optimizer makes it or several.
 
-begin()      before the first optimizer of a round steps
+before()     before each optimizer steps
+begin()      before the first one of a round
 after(o)     after each one
 end()        when all have, or when one is about to step again
 """
@@ -26,6 +27,7 @@ class Rounds:
     Args:
         optimizers: What to hook.
         begin: Called before the first optimizer of a round.
+        before: Called before each one, and before ``begin``.
         after: Called after each one that stepped.
         end: Called at the end of the round.
         event: Called with what an observable optimizer shows.
@@ -37,13 +39,14 @@ class Rounds:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         begin: Callable[[], None],
+        before: Callable[[], None],
         after: Callable[[torch.optim.Optimizer], None],
         end: Callable[[], None],
         event: Callable[[StepEvent], None],
         grams: Callable[[], bool],
     ) -> None:
         self._optimizers = tuple(optimizers)
-        self._begin, self._after_one, self._end = begin, after, end
+        self._begin, self._before_one, self._after_one, self._end = begin, before, after, end
         self._running: dict[int, int] = {}
         self._done: set[int] = set()
         self._under_way = self._stepped = False
@@ -63,7 +66,7 @@ class Rounds:
             handle.remove()
         self._handles = []
         if not self._stepped:
-            self._begin = self._end = lambda: None
+            self._begin = self._before_one = self._end = lambda: None
             self._after_one = lambda optimizer: None
 
     def finish(self) -> None:
@@ -86,6 +89,8 @@ class Rounds:
         # Another one has stepped since this one began, which raised then: that was the round before.
         if number in self._done or len(self._done) > self._running.get(number, len(self._done)):
             self.finish()
+        if number not in self._running:
+            self._before_one()
         # Running already: a step around this step, or one that raised. Nothing is measured yet, so begin once more.
         if not self._under_way or (number in self._running and not self._done):
             self._under_way = True

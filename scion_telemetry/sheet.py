@@ -78,6 +78,7 @@ class Flush:
         choice: What is measured.
         buffers: Where to.
         settings: What the optimizers' groups say of the step.
+        moved: Something other than steps has changed this rank's weights since σ₁ of weights was measured.
         pieces: ``[B, R, C]`` of matrices that no rank has whole, by quantity and number.
         snapshots: Weights before the step, of updates that are not shown.
         chosen: What was selected from parameters that this rank measures.
@@ -88,6 +89,7 @@ class Flush:
     choice: Choice
     buffers: Buffers
     settings: Settings
+    moved: bool = False
     pieces: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     snapshots: dict[Tensor, Tensor] = field(default_factory=dict)
     chosen: dict[Tensor, Selection] = field(default_factory=dict)

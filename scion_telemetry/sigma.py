@@ -27,9 +27,19 @@ WIDTHS = {"update": spectral.WIDE_BLOCK}
 because few directions dominate; pure noise, the worst case, is 3 % low at 1024². All singular values of an update are
 nearly the same."""
 
+_HABIT = 2
+"""Runs in succession before which weights were changed by something else, after which that is no news."""
+
 
 class Memory:
-    """Vectors that a later run starts from: what weights were found to be is nearly right at the next flush."""
+    """Vectors that a later run starts from: what weights were found to be is nearly right at the next flush.
+
+    Args:
+        device: Of the matrices.
+
+    Attributes:
+        restless: How many runs on weights in succession, up to the latest, found them changed by something else.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +47,8 @@ class Memory:
         self.starts: dict[Key, Tensor] = {}
         self.solved: dict[Key, int] = {}
         self._blocks: dict[tuple[int, int], Tensor] = {}
-        self._restless = False
+        self.restless = self._before = 0
+        self._followed = -1
 
     def begin(self, step: int) -> None:
         """A run at a step. What is random follows from the step, so that a resumed run goes on as it would have."""
@@ -59,7 +70,7 @@ class Memory:
         """Of a run at a step."""
         if key[0] not in LASTING:
             return spectral.WARM_STEPS
-        if self._restless and key in self.solved:
+        if self.restless and key in self.solved:
             return spectral.WARM_STEPS
         return spectral.steps_for(warm=key in self.solved, since=step - self.solved.get(key, step))
 
@@ -70,19 +81,23 @@ class Memory:
                 self.starts[key] = start
                 self.solved[key] = step
 
-    def changed(self, elsewhere: bool) -> None:
-        """Whether something other than steps has changed weights since the run before: if so, start cold.
+    def follow(self, step: int, *, moved: bool) -> None:
+        """A run on weights: start cold where something other than steps has changed them since the run before.
 
-        Not so where that is the habit, of weights that are normalised after every step, say: they go on from what is
-        known, with as many steps as after a long time.
+        Not so where that is the habit, of weights that are normalised after every step, say: from the third run on
+        they start from what is known, with as many steps as after a long time.
         """
-        if elsewhere and not self._restless:
-            self.starts.clear()
-            self.solved.clear()
-        self._restless = elsewhere
+        if step != self._followed:
+            self._followed, self._before, self.restless = step, self.restless, 0
+        if moved:
+            if self._before < _HABIT:
+                self.starts.clear()
+                self.solved.clear()
+            self.restless = self._before + 1
 
-    def restore(self, starts: Mapping[Key, Tensor], solved: Mapping[Key, int]) -> None:
+    def restore(self, starts: Mapping[Key, Tensor], solved: Mapping[Key, int], *, restless: int = 0) -> None:
         """Go on from the vectors that another tracker had."""
+        self.restless = restless
         self.starts.update({key: start.to(self._device) for key, start in starts.items()})
         self.solved.update(solved)
 

@@ -25,9 +25,10 @@ def gather(
     """When rows were last selected and how often, and the vectors that singular values start from; on all ranks."""
     selections = _selections(collector, plan, group)
     tally = finisher.tally.state()
-    mine = [(dict(m.starts), dict(m.solved)) for m in (collector.cut.memory, collector.memory)]
-    everybody = agree(lambda: (mine, tally), group)
-    starts, solved = _latest([memory for memories, _ in everybody for memory in memories])
+    memories = (collector.cut.memory, collector.memory)
+    mine = [(dict(m.starts), dict(m.solved)) for m in memories]
+    everybody = agree(lambda: (mine, tally, max(m.restless for m in memories)), group)
+    starts, solved = _latest([memory for there, _, _ in everybody for memory in there])
     names = [p.spec.info.name for p in plan]
     return {
         "version": VERSION,
@@ -35,6 +36,7 @@ def gather(
         "tally": everybody[0][1],
         "starts": {_text(key, names): start for key, start in starts.items()},
         "solved": {_text(key, names): step for key, step in solved.items()},
+        "restless": max(restless for _, _, restless in everybody),
     }
 
 
@@ -95,7 +97,9 @@ def restore(known: Mapping[str, Any], collector: Collector, finisher: Finisher, 
     same = {
         p.spec.info.name
         for p in plan
-        if (told := known["selections"].get(p.spec.info.name)) is not None and told["seen"] == _seen(p)
+        if collector.selects
+        and (told := known["selections"].get(p.spec.info.name)) is not None
+        and told["seen"] == _seen(p)
     }
     finisher.tally.restore({key: {n: v for n, v in part.items() if n in same} for key, part in known["tally"].items()})
     numbers = {name: n for n, name in enumerate(names)}
@@ -104,6 +108,7 @@ def restore(known: Mapping[str, Any], collector: Collector, finisher: Finisher, 
         memory.restore(
             {key: known["starts"][text] for text, key in keys.items()},
             {key: known["solved"][text] for text, key in keys.items()},
+            restless=known.get("restless", 0),
         )
 
 

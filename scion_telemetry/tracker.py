@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scion_telemetry import describe, state
-from scion_telemetry.collect import GROWN, REPLACED, Collector
+from scion_telemetry.collect import FLAGS, GROWN, Collector
 from scion_telemetry.cost import OWN, Clock, FlushStats, cost_scalars
 from scion_telemetry.finish import Finisher
 from scion_telemetry.metrics.choice import SELECTION, Metrics, choose
@@ -26,6 +26,7 @@ from scion_telemetry.schedule import Schedule, every, name_of
 from scion_telemetry.setup import check_arguments, run_info, unwrap
 from scion_telemetry.sheet import Flush
 from scion_telemetry.verify import Verification, verify
+from scion_telemetry.watch import Watch
 from scion_telemetry.writer import Writer, open_sinks
 
 logger = logging.getLogger(__name__)
@@ -90,17 +91,20 @@ class Tracker:
         self._snapshots: dict[Tensor, Tensor] = {}
         self._settings: dict[Tensor, describe.Setting] = {}
         self._clock = Clock()
+        self._watch = Watch(())
         self.last_flush: FlushStats | None = None
         params = self._agree(optimizer, metrics, sinks, run, resume)
         self._start_step, self._attributes = self._step, dict(run or {})
         self._attach(params)
         if resume is not None:
             state.restore(resume, self._collector, self._finisher, self._plan)
+            self._watch.moved = bool(resume.get("moved", False))
         self._scalars = ScalarLog(self._group, self._step)
         self._open(sinks)
         self._rounds = Rounds(
             self._optimizers,
             begin=self._begin,
+            before=self._look,
             after=self._after,
             end=self._end,
             event=self._on_event,
@@ -145,7 +149,7 @@ class Tracker:
                 selects=SELECTION in self._choice.extras,
             )
         self._finisher = Finisher(self._plan)
-        self._version, self._replaced = self._collector.version(), False
+        self._watch = Watch(params.values() if self._choice.follows else (), moved=self._watch.moved)
         self._known = self._parameters()
         self._roles = {p: self._plan[n].spec.info.role for p, n in self._collector.numbers.items()}
         self._own = {id(o): frozenset(p for group in o.param_groups for p in group["params"]) for o in self._optimizers}
@@ -180,7 +184,6 @@ class Tracker:
     def _begin(self) -> None:
         with self._clock, self._undisturbed():
             due = bool(self._schedule(self._step + 1))
-            self._replaced |= self._collector.version() != self._version
             self._collector.log.drop()
             self._flush = self._open_flush() if due else None
             keeps = self._keeps_for_the_next(due)
@@ -201,15 +204,19 @@ class Tracker:
         self._window = self._scalars.open(self._step + 1)
         header = {"the number of the step": float(self._step + 1), "logged scalars": float(self._window.size)}
         buffers = Buffers(
-            self._collector.schema(choice), self._collector.device, extra=self._window.size, header=header, flags=2
+            self._collector.schema(choice), self._collector.device, extra=self._window.size, header=header, flags=FLAGS
         )
         buffers.raised[GROWN] = float(self._parameters() != self._known)
-        self._replaced |= self._collector.look_up()
-        buffers.raised[REPLACED] = float(self._replaced)
-        self._collector.memory.changed(self._replaced)
-        self._replaced = False
         window = self._step + 1 - self._flushed
-        return Flush(step=self._step + 1, window=window, choice=choice, buffers=buffers, settings={})
+        self._watch.look_up()
+        moved = self._watch.moved
+        return Flush(step=self._step + 1, window=window, choice=choice, buffers=buffers, settings={}, moved=moved)
+
+    def _look(self) -> None:
+        with self._clock, self._undisturbed():
+            self._watch.look()
+            if self._flush is not None:
+                self._flush.moved |= self._watch.moved
 
     def _keeps_for_the_next(self, due: bool) -> bool:
         following = self._choice.at(self._flushes + due)
@@ -221,6 +228,7 @@ class Tracker:
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
         with self._clock, self._undisturbed():
+            self._watch.rest()
             own = self._own[id(optimizer)]
             snapshots = {p: before for p, before in self._snapshots.items() if p in own}
             if self._flush is not None:
@@ -234,7 +242,6 @@ class Tracker:
             self._step += 1
             self._snapshots = {}
             self._collector.previous.end_step()
-            self._version = self._collector.version()
             flush, window = self._flush, self._window
             self._flush = self._window = None
             if flush is not None and window is not None:
@@ -243,6 +250,8 @@ class Tracker:
     def _send(self, flush: Flush, window: Window) -> None:
         self._scalars.fill(flush.buffers.tail, window)
         collectives, size = self._collector.reduce(flush)
+        if flush.choice.follows:
+            self._watch.moved = False
         self._merged = host = flush.buffers.to_host()
         self._scalars.close(host)
         self._flushes, self._flushed = self._flushes + 1, self._step
@@ -341,8 +350,10 @@ class Tracker:
         self._require_open("call state_dict")
         self._send_scalars()
         self.flush()
+        self._watch.look()
+        moved = any(agree(lambda: self._watch.moved, self._group))
         found = state.gather(self._collector, self._finisher, self._plan, self._group)
-        return {**found, "step": self._step, "flushes": self._flushes, "flushed": self._flushed}
+        return {**found, "moved": moved, "step": self._step, "flushes": self._flushes, "flushed": self._flushed}
 
     def verify(self, *, params: int = 8) -> Verification:
         """Compare reduced numbers of the weights, gradients and momenta as they are now with a gathered reference.
@@ -356,6 +367,8 @@ class Tracker:
         self._require_open("call verify")
         if self._flush is None:  # between two optimizers of a step it is measured with what there was
             self._grow()
+        self._watch.look()
+        self._watch.look_up()
         momenta = {p: o.state.get(p, {}) for o in self._optimizers for p in self._own[id(o)]}
         with self._undisturbed():
             return verify(
@@ -365,6 +378,7 @@ class Tracker:
                 self._group,
                 params=params,
                 step=self._step,
+                moved=self._watch.moved,
             )
 
     def detach(self) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scion_telemetry.collect import Collector, Find
+from scion_telemetry.collect import FLAGS, Collector, Find
 from scion_telemetry.describe import Setting, piece_like
 from scion_telemetry.metrics.choice import Choice, choose
 from scion_telemetry.metrics.declare import Array, Measured, Metric, Shapes
@@ -94,6 +94,7 @@ def verify(
     *,
     params: int,
     step: int,
+    moved: bool,
 ) -> Verification:
     """Measure what is there now, as a flush would, and compare; all ranks take part.
 
@@ -104,6 +105,7 @@ def verify(
         group: Its ranks; None for one process.
         params: How many parameters to gather.
         step: Steps taken.
+        moved: Something other than steps has changed this rank's weights.
 
     Raises:
         ValueError: Unless ``params`` is a whole number >= 1.
@@ -111,7 +113,7 @@ def verify(
     if isinstance(params, bool) or not isinstance(params, int) or params < 1:
         raise ValueError(f"params must be a whole number >= 1, got {params!r}")
     choice = _choice()
-    measured = _measure(collector, plan, choice, momentum, step)
+    measured = _measure(collector, plan, choice, momentum, step, moved)
     shown = {name: metric.finish(measured, q) for name, q, metric in choice.columns}
     there = {name: metric.where(measured, q) for name, q, metric in choice.columns}
     count = min(params, len(plan))
@@ -174,10 +176,12 @@ def _error(shown: float, truth: float) -> float:
     return error if error == error else float("inf")
 
 
-def _measure(collector: Collector, plan: Sequence[Planned], choice: Choice, momentum: Find, step: int) -> Measured:
-    buffers = Buffers(collector.schema(choice), collector.device)
+def _measure(
+    collector: Collector, plan: Sequence[Planned], choice: Choice, momentum: Find, step: int, moved: bool
+) -> Measured:
+    buffers = Buffers(collector.schema(choice), collector.device, flags=FLAGS)
     nothing = dict.fromkeys(collector.numbers, Setting(lr=0.0))
-    flush = Flush(step=step, choice=choice, buffers=buffers, settings=nothing)
+    flush = Flush(step=step, choice=choice, buffers=buffers, settings=nothing, moved=moved)
     with torch.no_grad():
         collector.measure(momentum, flush, collector.numbers)
         collector.reduce(flush)

@@ -35,7 +35,7 @@ PARTS = {
         "sheet",
         "shown",
     ),
-    *("sigma", "state", "verify"),
+    *("sigma", "state", "verify", "watch"),
 }
 """The parts that the tracker drives: nobody but they, the tracker and the package itself imports them."""
 

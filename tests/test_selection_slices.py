@@ -207,6 +207,18 @@ def test_nothing_of_a_selection_is_kept_or_told_where_none_is_asked_for() -> Non
     assert all(r.values["age_max"] <= r.step - 4 for r in later.selection)  # counted from where it was asked for
 
 
+def test_a_state_with_selections_goes_on_without_them(tmp_path: Path) -> None:
+    training = Training()
+    with training.tracker(every(2), metrics=["norms", "selection"]) as tracker:
+        training.steps(1, 4)
+        state = tracker.state_dict()
+    with training.tracker(every(2), CsvSink(tmp_path / "run"), metrics=["norms"], resume=state):
+        training.steps(5, 8)
+    run = load_run(tmp_path / "run")
+    assert run.slices.empty
+    assert run.steps == [6, 8]
+
+
 def test_histograms_of_frequencies_hold_every_row_of_the_window() -> None:
     training, sink = Training(), MemorySink()
     with training.tracker(every(4, first=False), sink, metrics=["norms", "selection_frequencies"]):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from scion_telemetry.collect import Collector
+from scion_telemetry.collect import FLAGS, Collector
 from scion_telemetry.describe import Setting
 from scion_telemetry.finish import Finisher
 from scion_telemetry.metrics.choice import Choice, Metrics, choose
@@ -212,7 +212,7 @@ def flushed(
     choice = metrics if isinstance(metrics, Choice) else choose(metrics)
     plan = make_plan([[spec(name, w.shape, roles[name]) for name, w in weights.items()]])
     collector = Collector(plan, weights, rank=0, group=None, step=0)
-    buffers = Buffers(collector.schema(choice), collector.device)
+    buffers = Buffers(collector.schema(choice), collector.device, flags=FLAGS)
     known = {weights[n]: s for n, s in (settings or {}).items()} or dict.fromkeys(weights.values(), Setting(lr=0.1))
     flush = Flush(step=1, choice=choice, buffers=buffers, settings=known)
     for name, grad in (grads or {}).items():

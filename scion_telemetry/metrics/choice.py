@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from scion_telemetry.metrics.catalogue import HISTOGRAMS, METRICS, PARTIALS, PRESETS
 from scion_telemetry.metrics.declare import QUANTITIES, HistogramMetric, Metric, Partial
+from scion_telemetry.metrics.selection_columns import SELECTION_METRICS
 from scion_telemetry.rows import column
 
 Names: TypeAlias = str | Metric | Sequence[object]
@@ -18,11 +19,15 @@ ROWS = "selection_rows"
 EXTRAS: Mapping[str, str] = {
     SELECTION: "columns of what Dion2 selects: one number a row",
     GRADIENT: "and those that need the gradient's scores: one more number a row, and a pass over it",
-    FREQUENCIES: "and histograms of how often rows were selected since the flush before",
+    FREQUENCIES: "and histograms of how often rows were selected since they were measured last",
     ROWS: "and which rows were selected at each flush",
 }
 """Names beside those of metrics, and what they choose; each of the later ones brings the first."""
 _EXTRAS_OF = {"basic": (SELECTION,), "full": (SELECTION, GRADIENT)}
+
+_SELECTED = frozenset(metric.name for metric in SELECTION_METRICS)
+_OF_GRADIENT = frozenset(("ef_growth",))
+"""Those that need the gradient's scores, beside grad_…"""
 
 Metrics: TypeAlias = Names | Mapping[str, int]
 """A preset, a list of names and metrics of one's own, or names with how many flushes lie between measurements."""
@@ -70,6 +75,11 @@ class Choice:
     def names(self, quantity: str) -> frozenset[str]:
         """Names of the partial results of a quantity."""
         return frozenset(p.name for p in self.partials.get(quantity, ()))
+
+    @cached_property
+    def follows(self) -> bool:
+        """Whether singular values of weights are measured, which start from those before."""
+        return not self.names("weight").isdisjoint(("sigma", "coherence"))
 
     def at(self, flush: int) -> "Choice":
         """What is measured at flush number ``flush``, 0 for the first, which measures everything."""
@@ -172,6 +182,10 @@ def _found(item: str | Metric, known: Mapping[str, tuple[str, Metric | Histogram
         return [item]
     if found := [name for name, (_, m) in known.items() if m.name == item]:
         return found
+    plain = item.removeprefix("selection_")
+    if plain in _SELECTED:
+        extra = GRADIENT if plain in _OF_GRADIENT or plain.startswith("grad_") else SELECTION
+        raise ValueError(f'{item!r} is a column of selection, which cannot be chosen alone: choose "{extra}"')
     names = [*PRESETS, *EXTRAS, *dict.fromkeys(m.name for _, m in known.values())]
     close = get_close_matches(item, dict.fromkeys([*names, *known]), n=3)
     guess = f"did you mean {' or '.join(map(repr, close))}? " if close else ""

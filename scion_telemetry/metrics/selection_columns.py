@@ -152,7 +152,7 @@ def _over_time() -> Iterator[SelectionMetric]:
         name="window",
         finish=lambda s: s.window.astype(float),
         unit="steps",
-        formula="steps over which frequencies are counted: since the flush before",
+        formula="steps over which frequencies are counted: since selections were measured last",
     )
     yield column(
         name="coverage",
@@ -185,7 +185,7 @@ def _over_time() -> Iterator[SelectionMetric]:
         name="unselected_energy",
         finish=unselected_energy,
         there=lambda s: s.energy is not None and (s.ef_decay > 0) & (s.energy != 0),
-        formula="‖M_unselected‖_F / ‖M‖_F before the selected part decays",
+        formula="‖M_unselected‖_F / ‖M‖_F before the selected part decays; beside a norm of the momentum",
     )
     yield column(
         name="ef_growth",
