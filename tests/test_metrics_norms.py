@@ -82,6 +82,34 @@ def test_entries_of_one_size_whose_roundings_all_go_the_same_way(shape: tuple[in
     assert worst(measured(x[::3]), layer_values({"weight": x[::3]}, "hidden")) <= EXACT
 
 
+SCALED = {
+    "a size for each row": lambda s, r: s * r.exp(),
+    "two halves": lambda s, r: s * torch.where(torch.arange(len(s)) < len(s) // 2, 0.037, 0.011).unsqueeze(1),
+    "with zeros": lambda s, r: torch.where(randn(*s.shape, seed=5) < -1.5, 0.0, s * 0.037),
+    "a few large ones": lambda s, r: s * (3 * randn(*s.shape, seed=6)).exp(),
+    "rows of very different sizes": lambda s, r: randn(*s.shape, seed=7) * (8 * r).exp(),
+    "half of the rows tiny": lambda s, r: randn(*s.shape, seed=8) * torch.where(r > 0, 1.0, 1e-25),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("shape", [(300, 320), (64, 257), (100, 1024), (256, 512)])
+def test_roundings_that_do_not_average_out(shape: tuple[int, int], kind: str) -> None:
+    x = SCALED[kind](randn(*shape).sign(), randn(shape[0], 1, seed=4))
+    for seen in (x, x.T.contiguous().T, x.T):
+        assert worst(measured(seen), layer_values({"weight": seen}, "hidden")) <= EXACT
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float64,) * 2])
+@pytest.mark.parametrize("n", [1, 1000, 65537, 200_000])
+def test_inner_products_within_1e_7_of_both_lengths(n: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    sign = randn(n).sign() * 0.037
+    for a, b in ((randn(n), randn(n, seed=1)), (sign, sign), (sign, randn(n)), (randn(n) * 1e-25, randn(n) * 1e-20)):
+        x, y = a.to(dtypes[0]), b.to(dtypes[1])
+        truth = float((x.double() * y.double()).sum())
+        assert abs(float(norms.dot(x, y)) - truth) <= 1e-7 * float(x.double().norm() * y.double().norm())
+
+
 @pytest.mark.parametrize("size", [1e30, 1e-30, 1.0])
 @pytest.mark.parametrize("shape", [(20, 30), (150, 140)], ids=["gram", "lanczos"])
 def test_extreme_magnitudes(size: float, shape: tuple[int, int]) -> None:

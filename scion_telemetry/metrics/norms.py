@@ -4,9 +4,9 @@ Two ways give the same numbers:
 
 * On an accelerator, and for float64, entries are squared in float64. Nothing is read back.
 * On a CPU, float32 and narrower entries are squared and added in float32 over short chunks, and chunks in float64:
-  norms of rows and columns within 1e-7 and whole norms within 5e-9 of the exact ones, at a fifth of the cost. A piece
-  whose entries are so large or so small that float32 squares would overflow or vanish is done the other way, so 1e30
-  and 1e-30 are as exact as 1; so is a small or a narrow one, where it costs nothing.
+  norms of the whole, of rows and of the longest columns within 1e-7 of the exact ones, at a fifth of the cost. What has
+  entries so large or so small that float32 squares would overflow or vanish, or roundings that cannot average out, is
+  done the other way, so 1e30 and 1e-30 are as exact as 1; so is a small or a narrow piece, where it costs nothing.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ CHUNK = 64
 short rows: the root that a chunk's norm is rounded to averages out over chunks."""
 _SHORT = 8
 """Rows that are added up in float32, for columns: the kernel adds them one by one."""
-_ALIKE = 1e-4
-"""Where squared norms of neighbouring chunks mostly differ by less, entries may be of one size, as those of signs are,
+_ALIKE, _FEW = 1e-4, 0.05
+"""Where sums of more than a few neighbouring chunks differ by less, entries may be of one size, as those of signs are,
 and roundings all go the same way: 1e-7 and more."""
 _MOST = 0.5
 """So it is where a chunk holds more than this share of the whole: its roundings do not average out."""
 _BLOCK = 1 << 16
 """Entries of a scratch block on a CPU: 256 KiB in float32, which stays in the cache of a core."""
 _LITTLE = 1 << 12
-"""Pieces of fewer entries, and of rows shorter than a chunk, are summed in float64."""
+"""Pieces of fewer entries are summed in float64; so are those of short rows, where norms of rows are wanted."""
 _SMALL_PIECE = 1 << 14
 """Up to here pieces of a shape are copied together, to be summed by one call."""
 _LARGE = 1e17
@@ -115,9 +115,9 @@ def _quick(xs: Sequence[Tensor], wanted: frozenset[str], longest: int) -> dict[s
         found["largest"] = torch.maximum(-torch.cat(lows), torch.cat(highs)).double()
     found |= _others(xs, wanted)
     for i, (all_of_it, some) in enumerate(zip(*_doubtful(squares), strict=True)):
-        if all_of_it is None:
-            all_of_it = bool(xs[i].any())
-        if all_of_it:
+        if all_of_it is None and not bool(xs[i].any()):
+            continue  # nothing but zeros
+        if all_of_it is not False:
             for name, values in exact(xs[i], wanted).items():
                 found[name][i] = values
         elif by_row and bool(some.any()):
@@ -133,9 +133,8 @@ def _doubtful(squares: Tensor) -> tuple[list[bool | None], Tensor]:
         Of each piece whether it has to be done again, None where only if it is not zero; and of its rows, ``[n, B·R]``.
     """
     flat = squares.flatten(1)
-    alike = (flat[:, 1:] - flat[:, :-1]).abs() < _ALIKE * flat[:, 1:]
     most = flat.amax(1)
-    again = ((alike.sum(1) > 0.5 * (flat > 0).sum(1)) | (most > _MOST * flat.sum(1))).tolist()
+    again = ((alike_share(flat) > _FEW) | (most > _MOST * flat.sum(1))).tolist()
     # NaN too: its count needs the entries. Of entries below 1e-23 float32 squares are 0, as those of zeros are.
     pieces = [
         True if wrong or not high <= _LARGE**2 else None if high < _SMALL**2 else False
@@ -143,8 +142,8 @@ def _doubtful(squares: Tensor) -> tuple[list[bool | None], Tensor]:
     ]
     low, high = squares.amin(-1), squares.amax(-1)
     # Squares may have been flushed to zero beside others that were not, or they are zeros.
-    rows = (low < _SMALL**2) | (high - low < _ALIKE * high) | (high > _MOST * squares.sum(-1))
-    return pieces, rows.flatten(1)
+    rows = ((low < _SMALL**2) | (high > _MOST * squares.sum(-1))).flatten(1)
+    return pieces, rows | (alike_share(squares.flatten(0, 2)) > 0).view_as(rows)
 
 
 def _others(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
@@ -166,7 +165,7 @@ def _others(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
                 if names & {"magnitudes", "zeros"}:
                     torch.abs(block, out=scratch)
                 if "magnitudes" in names:
-                    magnitudes[i] += short_sums(scratch.view(-1))
+                    magnitudes[i] += short_sums(scratch.view(-1)).sum(dtype=torch.float64)
                 if "zeros" in names and not float(scratch.amin()) > 0:  # which is sooner found than they are counted
                     zeros[i] += block.numel() - block.count_nonzero()
         found = {"column_squares": by_column.flatten(1), "magnitudes": magnitudes, "zeros": zeros}
@@ -198,9 +197,15 @@ def chunk_norms(x: Tensor, longest: int) -> Tensor:
 
 
 def short_sums(x: Tensor) -> Tensor:
-    """Sum of a float32 vector ``[N]``, in float64 but for short parts."""
+    """Sums of short parts of a float32 vector ``[N]``."""
     whole = x.numel() // CHUNK * CHUNK
-    return x[:whole].view(-1, CHUNK).sum(dim=1).sum(dtype=torch.float64) + x[whole:].sum(dtype=torch.float64)
+    return torch.cat([x[:whole].view(-1, CHUNK).sum(dim=1), x[whole:].sum().unsqueeze(0)])
+
+
+def alike_share(sums: Tensor) -> Tensor:
+    """Share of neighbours among the sums of parts ``[n, K]`` that are nearly the same, ``[n]``; zeros do not count."""
+    near = (sums[:, 1:] - sums[:, :-1]).abs() < _ALIKE * sums[:, 1:].abs()
+    return near.sum(1) / (sums != 0).sum(1).clamp(min=1)
 
 
 def column_sums(squares: Tensor) -> Tensor:
@@ -280,9 +285,14 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
         return total
     parts = list(zip(torch.split(x.reshape(-1), _BLOCK), torch.split(y.reshape(-1), _BLOCK), strict=True))
     if torch.float64 not in (x.dtype, y.dtype) and free_to_read(x):
+        alike = False
         for a, b in parts:
-            total += short_sums(torch.mul(a.float(), b.float()))
-        if _SMALL < abs(float(total)) < torch.inf:  # of a smaller one products may have vanished in float32
+            sums = short_sums(torch.mul(a.float(), b.float()))
+            total += sums.sum(dtype=torch.float64)
+            alike = alike or bool(alike_share(sums.unsqueeze(0)) > _FEW)
+        if (
+            not alike and _SMALL < abs(float(total)) < torch.inf
+        ):  # of a smaller one products may have vanished in float32
             return total
         total.zero_()
     for a, b in parts:
