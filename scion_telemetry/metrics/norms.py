@@ -114,36 +114,37 @@ def _quick(xs: Sequence[Tensor], wanted: frozenset[str], longest: int) -> dict[s
     if lows:
         found["largest"] = torch.maximum(-torch.cat(lows), torch.cat(highs)).double()
     found |= _others(xs, wanted)
-    for i, (all_of_it, some) in enumerate(zip(*_doubtful(squares), strict=True)):
-        if all_of_it is None and not bool(xs[i].any()):
+    wrong_rows = _doubtful_rows(squares) if by_row else None
+    for i, wrong in enumerate(_doubtful_pieces(squares)):
+        if wrong is None and not bool(xs[i].any()):
             continue  # nothing but zeros
-        if all_of_it is not False:
+        if wrong is not False:
             for name, values in exact(xs[i], wanted).items():
                 found[name][i] = values
-        elif by_row and bool(some.any()):
+        elif wrong_rows is not None and bool((some := wrong_rows[i]).any()):
             rows[i, some] = exact(xs[i].flatten(0, 1)[some].unsqueeze(0), frozenset(("row_squares",)))["row_squares"]
             found["squares"][i] = rows[i].sum()
     return {name: values for name, values in found.items() if name in wanted}
 
 
-def _doubtful(squares: Tensor) -> tuple[list[bool | None], Tensor]:
-    """Of squared norms of chunks ``[n, B, R, K]`` the pieces and the rows that float32 may have wrong.
-
-    Returns:
-        Of each piece whether it has to be done again, None where only if it is not zero; and of its rows, ``[n, B·R]``.
-    """
+def _doubtful_pieces(squares: Tensor) -> list[bool | None]:
+    """Of squared norms of chunks ``[n, B, R, K]`` whether a piece has to be done again; None: if it is not zero."""
     flat = squares.flatten(1)
     most = flat.amax(1)
     again = ((alike_share(flat) > _FEW) | (most > _MOST * flat.sum(1))).tolist()
     # NaN too: its count needs the entries. Of entries below 1e-23 float32 squares are 0, as those of zeros are.
-    pieces = [
+    return [
         True if wrong or not high <= _LARGE**2 else None if high < _SMALL**2 else False
         for wrong, high in zip(again, most.tolist(), strict=True)
     ]
+
+
+def _doubtful_rows(squares: Tensor) -> Tensor:
+    """The same of rows, ``[n, B·R]``."""
     low, high = squares.amin(-1), squares.amax(-1)
     # Squares may have been flushed to zero beside others that were not, or they are zeros.
     rows = ((low < _SMALL**2) | (high > _MOST * squares.sum(-1))).flatten(1)
-    return pieces, rows | (alike_share(squares.flatten(0, 2)) > 0).view_as(rows)
+    return rows | (alike_share(squares.flatten(0, 2)) > 0).view_as(rows)
 
 
 def _others(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
@@ -285,14 +286,10 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
         return total
     parts = list(zip(torch.split(x.reshape(-1), _BLOCK), torch.split(y.reshape(-1), _BLOCK), strict=True))
     if torch.float64 not in (x.dtype, y.dtype) and free_to_read(x):
-        alike = False
-        for a, b in parts:
-            sums = short_sums(torch.mul(a.float(), b.float()))
-            total += sums.sum(dtype=torch.float64)
-            alike = alike or bool(alike_share(sums.unsqueeze(0)) > _FEW)
-        if (
-            not alike and _SMALL < abs(float(total)) < torch.inf
-        ):  # of a smaller one products may have vanished in float32
+        sums = torch.cat([short_sums(torch.mul(a.float(), b.float())) for a, b in parts])
+        total += sums.sum(dtype=torch.float64)
+        # Of a small one products may have vanished in float32.
+        if alike_share(sums.unsqueeze(0)) <= _FEW and _SMALL < abs(float(total)) < torch.inf:
             return total
         total.zero_()
     for a, b in parts:
