@@ -15,6 +15,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from scion_telemetry.metrics.exact import BLOCK, VECTORS, WHOLE, exact, neutral
+
+__all__ = ["CHUNK", "VECTORS", "WHOLE", "dot", "free_to_read", "measure"]
+
 CHUNK = 64
 """Longest chunk that is added up in float32, four or eight entries to a lane of the processor; half of it for norms of
 short rows: the root that a chunk's norm is rounded to averages out over chunks."""
@@ -25,8 +29,6 @@ _ALIKE, _FEW = 1e-4, 0.05
 and roundings all go the same way: 1e-7 and more."""
 _MOST = 0.5
 """So it is where a chunk holds more than this share of the whole: its roundings do not average out."""
-_BLOCK = 1 << 16
-"""Entries of a scratch block on a CPU: 256 KiB in float32, which stays in the cache of a core."""
 _LITTLE = 1 << 12
 """Pieces of fewer entries are summed in float64; so are those of short rows, where norms of rows are wanted."""
 _SMALL_PIECE = 1 << 14
@@ -35,11 +37,6 @@ _LARGE = 1e17
 """Up to here a chunk of squares does not overflow in float32 (3e38), columns of 10,000 entries included."""
 _SMALL = 1e-13
 """Chunk norms below may have lost squares to underflow (1e-38, where denormals are flushed)."""
-
-WHOLE = ("pieces", "squares", "nonfinite", "largest", "magnitudes", "zeros")
-"""Partial results of one number a piece."""
-VECTORS = ("row_squares", "column_squares")
-"""Partial results with a number for every row or column of every matrix of a piece."""
 
 
 def measure(pieces: Sequence[Tensor], wanted: frozenset[str], scale: float = 1.0) -> dict[str, Tensor]:
@@ -85,7 +82,7 @@ def _alike(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
     """Partial results of n pieces of one shape, stride and dtype: ``[n]`` and ``[n, L]``."""
     x = xs[0]
     if not x.numel():
-        return {name: values.expand(len(xs), *values.shape).clone() for name, values in _empty(x, wanted).items()}
+        return {name: values.expand(len(xs), *values.shape).clone() for name, values in neutral(x, wanted).items()}
     if x.numel() < _LITTLE:  # together, because a call costs more than their sums
         return exact(torch.stack(list(xs)).flatten(0, 1), wanted, len(xs))
     longest = _chunk(x, rows="row_squares" in wanted)
@@ -155,7 +152,7 @@ def _others(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
         count, (batch, rows, columns), device = len(xs), xs[0].shape, xs[0].device
         by_column = torch.zeros(count, batch, columns, dtype=torch.float64, device=device)
         magnitudes, zeros = torch.zeros(2, count, dtype=torch.float64, device=device)
-        step = max(1, _BLOCK // columns // _SHORT) * _SHORT
+        step = max(1, BLOCK // columns // _SHORT) * _SHORT
         room = torch.empty(min(step, rows) * columns, dtype=torch.float32, device=device)
         for i, b in product(range(count), range(batch)):
             for part in torch.split(xs[i][b], step):
@@ -218,73 +215,12 @@ def column_sums(squares: Tensor) -> Tensor:
     return total
 
 
-def exact(x: Tensor, wanted: frozenset[str], pieces: int = 0) -> dict[str, Tensor]:
-    """Partial results in float64 throughout, without reading a number back. NaN and infinity propagate.
-
-    Args:
-        x: ``[B, R, C]``; of several pieces, one after another, ``[N·B, R, C]``.
-        wanted: Of ``WHOLE`` and ``VECTORS``.
-        pieces: N; results then have a leading dimension of that size. 0: one piece, and none.
-    """
-    lead = (pieces,) if pieces else ()
-
-    def by_piece(values: Tensor) -> Tensor:
-        return values.reshape(*lead, -1)
-
-    found: dict[str, Tensor] = {}
-    if not wanted.isdisjoint(("squares", "row_squares", "column_squares", "magnitudes")):
-        by_row, by_column, by_matrix = _sums(x, wanted)
-        found = {
-            "squares": by_piece(by_row).sum(-1),
-            "row_squares": by_piece(by_row),
-            "column_squares": by_piece(by_column),
-            "magnitudes": by_piece(by_matrix).sum(-1),
-        }
-    if "nonfinite" in wanted:
-        found["nonfinite"] = by_piece(~torch.isfinite(x)).sum(-1, dtype=torch.float64)
-    if "largest" in wanted:
-        low, high = torch.aminmax(by_piece(x), dim=-1)
-        found["largest"] = torch.maximum(-low, high).double()
-    if "zeros" in wanted:
-        found["zeros"] = by_piece(x == 0).sum(-1, dtype=torch.float64)
-    return {name: values for name, values in found.items() if name in wanted}
-
-
-def _sums(x: Tensor, wanted: frozenset[str]) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of squares by row ``[B, R]`` and column ``[B, C]``, and sums of magnitudes by matrix ``[B]``."""
-    batch, rows, columns = x.shape
-    by_row = torch.zeros(batch, rows, dtype=torch.float64, device=x.device)
-    by_column = torch.zeros(batch, columns, dtype=torch.float64, device=x.device)
-    magnitudes = torch.zeros(batch, dtype=torch.float64, device=x.device)
-    step = max(1, _BLOCK // columns) if x.device.type == "cpu" else rows
-    together = batch if batch * rows * columns <= _BLOCK else 1
-    for b in range(0, batch, together):
-        for start in range(0, rows, step):
-            # double() copies unless x is float64 already, so squaring in place would change the caller's tensor.
-            block = x[b : b + together, start : start + step].double()
-            if "magnitudes" in wanted:
-                magnitudes[b : b + together] += block.abs().sum((1, 2))
-            block = block.square()
-            by_row[b : b + together, start : start + step] = block.sum(dim=2)
-            if "column_squares" in wanted:
-                by_column[b : b + together] += block.sum(dim=1)
-    return by_row, by_column, magnitudes
-
-
-def _empty(x: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
-    none = torch.zeros((), dtype=torch.float64, device=x.device)
-    found = {name: none for name in WHOLE if name != "pieces"} | {"largest": none - torch.inf}
-    found["row_squares"] = none.expand(x.size(0) * x.size(1))
-    found["column_squares"] = none.expand(x.size(0) * x.size(2))
-    return {name: values for name, values in found.items() if name in wanted}
-
-
 def dot(x: Tensor, y: Tensor) -> Tensor:
     """Σ x·y of two pieces of one shape, as a float64 scalar; within 1e-7 of ‖x‖‖y‖."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     if x.numel() == 0:
         return total
-    parts = list(zip(torch.split(x.reshape(-1), _BLOCK), torch.split(y.reshape(-1), _BLOCK), strict=True))
+    parts = list(zip(torch.split(x.reshape(-1), BLOCK), torch.split(y.reshape(-1), BLOCK), strict=True))
     if torch.float64 not in (x.dtype, y.dtype) and free_to_read(x):
         sums = torch.cat([short_sums(torch.mul(a.float(), b.float())) for a, b in parts])
         total += sums.sum(dtype=torch.float64)
