@@ -13,7 +13,6 @@
 A line without its line end is one that is being written, or that a kill has cut: it is never read as data.
 """
 
-import base64
 import glob
 import io
 import json
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ._store_selected import unpacked
 from .rows import SCHEMA_VERSION, Value
 
 _HOLDS = (
@@ -103,10 +103,13 @@ class Run:
         """One row a step and matrix: ``step``, ``param``, ``matrix``, ``count`` of its rows (or columns), and ``rows``.
 
         ``rows`` are bytes, a bit each; :meth:`raster` unpacks them. Empty where ``selection_rows`` was not measured.
+
+        Raises:
+            ValueError: A line is damaged; the message names it.
         """
         columns = ["step", "param", "matrix", "count", "rows"]
         table = self._rows("selected", columns, texts=("rows",), whole=("matrix", "count"))
-        return table.assign(rows=pd.Series([base64.b64decode(text) for text in table["rows"]], dtype=object))
+        return unpacked(table, self.path / "selected.csv")
 
     def raster(self, param: str, matrix: int = 0) -> pd.DataFrame:
         """Flags of the rows (or columns) of one matrix that were selected, [flushes, rows], with ``step`` as index.

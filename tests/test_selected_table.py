@@ -117,6 +117,32 @@ def test_cut_anywhere(tmp_path: Path) -> None:
         pd.testing.assert_frame_equal(load_run(tmp_path).selected, whole.head(rows), check_categorical=False)
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "why"),
+    [
+        ("A", "10", "its rows are no base64"),
+        ("A!==", "10", "its rows are no base64"),
+        ("AAAAAAA=", "10", "5 bytes of rows, and 10 rows take 2"),
+        ("", "10", "0 bytes of rows, and 10 rows take 2"),
+        ("", "0", "0 bytes of rows, and 0 rows take 0"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, rows: str, count: str, why: str) -> None:
+    written(tmp_path, range(1, 4))
+    path = tmp_path / "selected.csv"
+    lines = path.read_text().splitlines()
+    lines[3] = ",".join([*lines[3].split(",")[:3], count, rows])
+    path.write_text("\n".join(lines) + "\n")
+    run = load_run(tmp_path)
+    message = rf"selected\.csv, line 4 is damaged: {why}.*take the line out"
+    with pytest.raises(ValueError, match=message):
+        _ = run.selected
+    with pytest.raises(ValueError, match=message):
+        run.raster(NAMES[1])
+    path.write_text("\n".join(lines[:3] + lines[4:]) + "\n")
+    assert len(load_run(tmp_path).selected) == 5
+
+
 def test_many_runs(tmp_path: Path) -> None:
     written(tmp_path / "a", range(1, 3), attributes={"lr": 0.1, "rows": 3})
     sink = CsvSink(tmp_path / "b")
