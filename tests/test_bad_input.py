@@ -41,7 +41,8 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         ValueError,
         ["unknown metric 'weight_rmss'", "basic", "weight_rms", "rms_to_inf"],
     ),
-    "unknown metric in a list": (lambda: tracker(metrics=["rms", "gini"]), ValueError, ["unknown metric 'gini'"]),
+    "unknown metric in a list": (lambda: tracker(metrics=["rms", "skew"]), ValueError, ["unknown metric 'skew'"]),
+    "column of selection": (lambda: tracker(metrics=["rms", "gini"]), ValueError, ["'gini'", 'choose "selection"']),
     "fraction 0": (lambda: Dion2(linear().parameters(), fraction=0), ValueError, ["fraction", "(0, 1]", "got 0"]),
     "fraction 1.5": (lambda: Dion2(linear().parameters(), fraction=1.5), ValueError, ["fraction", "(0, 1]", "1.5"]),
     "fraction a": (

@@ -101,6 +101,20 @@ def test_an_unknown_name_is_refused_with_the_known_ones(bad: Metrics) -> None:
         assert known in str(error.value)
 
 
+def test_a_column_of_selection_is_refused_with_what_brings_it() -> None:
+    """Those that are there with the gradient's scores alone need the further name."""
+    scores, two = torch.ones(1, 4), torch.tensor([[True, True, False, False]])
+    facts = ({"ef_decay": 0.9}, {"ef_decay": 0.9, "gradient": scores})
+    plain, both = (finish_selection(selected(scores, two, **more))[0].keys() for more in facts)
+    for name in (m.name for m in SELECTION_METRICS):
+        extra = "selection_gradient" if name in both - plain else "selection"
+        for asked in (name, f"selection_{name}"):
+            with pytest.raises(ValueError, match=f'{asked}\' is a column of selection.*: choose "{extra}"$'):
+                choose(["norms", asked])
+        assert extra in choose(extra).extras
+    assert {"grad_gini", "ef_growth"} <= both - plain
+
+
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "2", None], ids=repr)
 def test_a_multiple_that_is_no_whole_number_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match=r"metrics\['norms'\] is every how many flushes: a whole number >= 1, got "):
