@@ -10,12 +10,13 @@ from scion_telemetry import _plot_nulls as nulls
 from scion_telemetry import _plot_page as page
 from scion_telemetry._plot_axes import GREY, PLAIN
 from scion_telemetry._plot_data import Floats
-from scion_telemetry._plot_selection import NOTHING
+from scion_telemetry._plot_selection import everything, missing
 from scion_telemetry._plot_selection_data import groups, second_half
 from scion_telemetry.store import Run
 
 _COLUMNS = ["age_p50", "age_p99", "age_max"]
 _QUANTILES = (0.1, 0.5, 0.9)
+_NEVER = "oldest never: its oldest row has not been selected since the tracker began; it stands at the steps since then"
 
 
 def age_distribution(run: Run) -> Figure:
@@ -24,12 +25,14 @@ def age_distribution(run: Run) -> Figure:
     A run stores three points of the curve at every flush: the ages that 50 %, 1 % and less than one row exceed. Their
     medians over the second half of the steps are joined, and whiskers reach from the 10 % to the 90 % quantile over
     these steps; below 100 rows no share of 1 % exists, and its point is left out. A row that was never selected is as
-    old as the tracker, and the corner says so. The dashed steps are the geometric law (1 - α)^(a + 1) of random
-    selection; age 0 is selected now.
+    old as the tracker, and the corner says so, with a note on what it means. The dashed steps are the geometric law
+    (1 - α)^(a + 1) of random selection; age 0 is selected now.
     """
     title, what = "age of rows since they were last selected", "share of rows that are older, second half of the steps"
     if not set(_COLUMNS) <= set(run.selection.columns) or not run.selection["age_max"].notna().any():
-        return page.said(title, what, NOTHING)
+        return page.said(title, what, missing(run))
+    if reason := everything(run):
+        return page.said(title, what, reason)
     frame = second_half(run.selection.dropna(subset=_COLUMNS))
     rows = frame["k"] / frame["fraction"] if {"k", "fraction"} <= set(frame.columns) else pd.Series(1e3, frame.index)
     never = frame["age_max"] >= frame["step"] - int(run.info.get("start_step", 0))
@@ -43,14 +46,16 @@ def age_distribution(run: Run) -> Figure:
     keys = [page.key(page.MOMENTUM, "median, 99 % and oldest row, joined", marker="o", markersize=5, linewidth=1)]
     keys += [page.null_key("random selection, geometric")]
     over = f"{page.BAND_WORDS}" if many else "median and 10-90 % over these steps"
-    figure, axes = page.panels(title, f"{what}  ·  {over}", len(where), keys=keys)
+    members_of = {name: frame[frame["param"].isin([names[i] for i in members])] for name, members in where.items()}
+    waiting = [name for name, mine in members_of.items() if mine["never"].mean() > 0.5]
+    notes = [_NEVER] if waiting else []
+    figure, axes = page.panels(title, f"{what}  ·  {over}", len(where), keys=keys, notes=notes)
     least = 0.5 / max(100.0, float(frame["rows"].max()))
     for ax, (name, members) in zip(axes, where.items(), strict=True):
         page.dress(ax, f"{name} ({len(members)})" if many else name)
-        mine = frame[frame["param"].isin([names[i] for i in members])]
-        share, oldest = float(mine["share"].median()), float(np.median(points[members, 1, 2]))
+        share, oldest = float(members_of[name]["share"].median()), float(np.median(points[members, 1, 2]))
         _ages(ax, points[members], heights(frame, [names[i] for i in members]), share, least)
-        waits = "never" if mine["never"].mean() > 0.5 else f"{oldest:.0f}"
+        waits = "never" if name in waiting else f"{oldest:.0f}"
         # Shares are large at small ages, so that nothing is drawn in this corner.
         text = f"α = {share:.3g}\noldest {waits}"
         ax.text(0.03, 0.04, text, transform=ax.transAxes, va="bottom", fontsize=8, color=GREY, **PLAIN)

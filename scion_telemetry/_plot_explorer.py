@@ -17,6 +17,8 @@ from scion_telemetry.analysis.records import Advice, Candidate, GroupAdvice, Mat
 
 _LIMIT: Final[dict[str, Any]] = {"color": "#C00000", "linestyle": ":", "linewidth": 1.5, "gid": "limit"}
 
+_NOW: Final[dict[str, Any]] = {"linestyle": "none", "marker": "^", "markersize": 8}
+
 _PANELS: Final[tuple[tuple[str, str, Callable[[Candidate], float]], ...]] = (
     ("age that 99 % of the rows do not exceed", "steps", lambda c: c.age_p99),
     ("overdue rows: rarer than once in the age limit", "share of rows", lambda c: c.overdue),
@@ -29,14 +31,15 @@ def fraction_explorer(advice: Advice) -> Figure:
     """What every candidate fraction would do, by role: age, overdue rows, mass, cost, traffic, and who accepts it.
 
     The broad vertical lines are the fractions that the advice takes, each with the limit that stands against the next
-    smaller one. Limits are dotted; random selection, flat rows and a cost in proportion to α are dashed.
+    smaller one; triangles on the axis are those of the run (its smallest and largest where they differ). Limits are
+    dotted; random selection, flat rows and a cost in proportion to α are dashed.
 
     Args:
         advice: What :func:`scion_telemetry.analysis.advise` returned.
     """
     looks = [(role_look(g.role), f"{g.role} ({g.matrices})") for g in advice.groups]
     keys = [page.key(look[0], name, linestyle=look[1]) for look, name in looks]
-    keys += [page.key("#C00000", "limit", linestyle=":", linewidth=1.5)]
+    keys += [page.key("#C00000", "limit", linestyle=":", linewidth=1.5), page.key(GREY, "the run's own α", **_NOW)]
     keys += [page.null_key("random selection, flat rows, or in proportion to α")]
     subtitle = f"settled, predicted from the growth of every row's L1 score  ·  {page.BAND_WORDS}"
     notes = [_conclusion(group) for group in advice.groups]
@@ -51,13 +54,14 @@ def fraction_explorer(advice: Advice) -> Figure:
             table = _table(tried, _members(advice, group), read)
             _band(ax, tried, table, role_look(group.role))
     _age(axes[0], tried, advice)
-    _overdue(axes[1], tried, advice)
+    _rare(axes[1], tried, advice)
     _mass(axes[2], tried, advice)
     axes[3].plot(tried, tried, **page.NULL, gid="null")
     axes[3].set_ylim(bottom=0)
     _traffic(axes[4], tried, advice)
     _accepted(axes[5], advice)
     _chosen(axes, advice)
+    _now(axes, advice)
     _fraction_axis(grid, tried)
     return figure
 
@@ -114,7 +118,7 @@ def _age(ax: Axes, tried: Floats, advice: Advice) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
-def _overdue(ax: Axes, tried: Floats, advice: Advice) -> None:
+def _rare(ax: Axes, tried: Floats, advice: Advice) -> None:
     limit = np.median(_table(tried, advice.matrices, lambda c: c.age_limit), axis=0)
     null = [theory.overdue_share([float(f)], age) for f, age in zip(tried, limit, strict=True)]
     ax.plot(tried, null, **page.NULL, gid="null")
@@ -181,6 +185,15 @@ def _chosen(axes: Sequence[Axes], advice: Advice) -> None:
             fontweight="bold",
             **PLAIN,
         )
+
+
+def _now(axes: Sequence[Axes], advice: Advice) -> None:
+    """Mark what the run was at, on the axis of every panel."""
+    for group in advice.groups:
+        at = sorted(set(group.current))
+        for ax in axes:
+            colour, base = role_look(group.role)[0], ax.get_xaxis_transform()
+            ax.plot(at, [0.0] * len(at), color=colour, transform=base, clip_on=False, gid="now", zorder=3, **_NOW)
 
 
 def _conclusion(group: GroupAdvice) -> str:

@@ -15,7 +15,7 @@ from scion_telemetry import _plot_page as page
 from scion_telemetry import _plot_panels as panel
 from scion_telemetry._plot_axes import GREY, PLAIN
 from scion_telemetry._plot_data import Table, column_table
-from scion_telemetry._plot_selection import missing
+from scion_telemetry._plot_selection import everything, missing
 from scion_telemetry._plot_selection_data import (
     Curves,
     Ranked,
@@ -37,6 +37,7 @@ FREQUENCIES: Final = "selection_frequencies"
 
 _GRID = (np.arange(200) + 0.5) / 200
 _CELLS = 12  # rasters
+_OWN: Final[dict[str, Any]] = {"linestyle": "none", "marker": "D", "markersize": 5, "fillstyle": "none"}
 
 
 def selection_ranks(run: Run) -> Figure:
@@ -49,6 +50,8 @@ def selection_ranks(run: Run) -> Figure:
         "selection frequency by rank",
         "selections / steps of every row (or column), sorted, over the whole run",
     )
+    if reason := everything(run):
+        return page.said(title, what, reason)
     found = ranked(run)
     if not found:
         message = "no slices.csv with selections: it is written when the tracker of a run that selects rows closes"
@@ -169,6 +172,9 @@ def churn_over_steps(run: Run) -> Figure:
     if frame.empty:
         panel.absent(ax, "churn", missing(run))
         return figure
+    if reason := everything(run):
+        panel.absent(ax, "churn", reason)
+        return figure
     table = column_table(run, frame, "churn")
     null = None
     if "fraction" in frame.columns:
@@ -195,6 +201,8 @@ def regret_by_shards(run: Run) -> Figure:
     curves = median_curves(run, "regret")
     if curves is None:
         return page.said(title, what, missing(run))
+    if reason := everything(run):
+        return page.said(title, what, reason)
     table = Table(
         column="regret",
         steps=curves.at.astype(np.int64),
@@ -203,19 +211,11 @@ def regret_by_shards(run: Run) -> Figure:
         values=curves.values.T,
         findings=np.zeros(curves.values.T.shape, dtype=bool),
     )
-    keys = [
-        page.key("#C00000", f"limit {REGRET:.0%}", linestyle=":", linewidth=1.5),
-        page.null_key("flat rows"),
-        page.key("black", "the run's own shards", linestyle="none", marker="D", markersize=5, fillstyle="none"),
-    ]
-    many = len(curves.names) > page.MANY
-    for role in dict.fromkeys(curves.roles) if many or len(set(curves.roles)) > 1 else ():
-        colour, style, _ = dress.role_look(role)
-        keys.append(page.key(colour if many else "black", f"{role} ({curves.roles.count(role)})", linestyle=style))
+    own, many = _own_regret(run), len(curves.names) > page.MANY
+    keys = _regret_keys(curves, many=many, cut=bool(own))
     subtitle = "  ·  ".join([what, "median over the second half of the steps", *([page.BAND_WORDS] if many else [])])
     figure, body = page.page(title, subtitle, size=(11, 5.5), keys=keys)
     ax = body.subplots()
-    own = _own_regret(run)
     top = float(np.nanmax(np.r_[curves.values.ravel(), [y for _, y in own], REGRET]))
     scale = dress.Scale(log=False, low=-0.02 * top, high=1.06 * top, floor=0.0)
     dress.set_scale(ax, scale)
@@ -223,9 +223,20 @@ def regret_by_shards(run: Run) -> Figure:
     ax.axhline(REGRET, color="#C00000", linestyle=":", linewidth=1.5, gid="limit")
     if (null := _flat_regret(run, curves)) is not None:
         ax.plot(curves.at, null, **page.NULL, gid="null")
-    ax.plot([x for x, _ in own], [y for _, y in own], "D", color="black", fillstyle="none", markersize=5, gid="own")
+    if own:
+        ax.plot(*zip(*own, strict=True), color="black", gid="own", **_OWN)
     _shard_axis(ax, sorted({*(float(w) for w in curves.at), *(x for x, _ in own)}))
     return figure
+
+
+def _regret_keys(curves: Curves, *, many: bool, cut: bool) -> list[tuple[Any, str]]:
+    keys = [page.key("#C00000", f"limit {REGRET:.0%}", linestyle=":", linewidth=1.5), page.null_key("flat rows")]
+    if cut:
+        keys.append(page.key("black", "the run's own shards", **_OWN))
+    for role in dict.fromkeys(curves.roles) if many or len(set(curves.roles)) > 1 else ():
+        colour, style, _ = dress.role_look(role)
+        keys.append(page.key(colour if many else "black", f"{role} ({curves.roles.count(role)})", linestyle=style))
+    return keys
 
 
 def _shard_axis(ax: Axes, ticks: list[float]) -> None:

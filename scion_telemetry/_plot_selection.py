@@ -17,6 +17,8 @@ from scion_telemetry.store import Run
 
 NOTHING: Final = "not measured: no optimizer of this run selects rows or columns"
 
+_EVERYTHING: Final = "nothing to tell: every row is selected at every step (fraction 1)"
+
 NOT_YET: Final = "nothing measured yet"
 
 _NO_GRADIENT = "gradient not measured: choose the metric selection_gradient"
@@ -37,6 +39,12 @@ def missing(run: Run, metric: str = "selection", declared: bool | None = None) -
     if run.selection.empty and not any(options.get("selection") for options in run.params["options"]):
         return NOTHING
     return f"not measured: choose the metric {metric}"
+
+
+def everything(run: Run) -> str:
+    """Why a figure of who is selected has nothing to tell of a run at fraction 1 throughout; empty for other runs."""
+    known = run.selection["fraction"].dropna() if "fraction" in run.selection else run.selection.iloc[:0, 0]
+    return _EVERYTHING if len(known) and bool((known >= 1).all()) else ""
 
 
 def mass_curves(run: Run, *, step: int | None = None) -> Figure:

@@ -135,11 +135,13 @@ def advise(
     max_age: Annotated[float | None, typer.Option(help="The same in steps.", show_default="none")] = None,
     overdue: Annotated[float, typer.Option(help="Largest share of rows that come more rarely than that.")] = 0.01,
     drift: Annotated[float, typer.Option(help="lr x weight decay x age above which to warn.")] = 0.05,
-    mass: Annotated[float, typer.Option(help="Smallest captured share of the L1 mass at fraction 1.")] = 0.3,
+    mass: Annotated[float, typer.Option(help="Smallest captured share of the L1 mass at fraction 1; 0: any.")] = 0.3,
     regret: Annotated[float, typer.Option(help="Largest mass that local selection loses.")] = 0.05,
-    horizon_share: Annotated[float, typer.Option(help="Longest momentum horizon over all steps.")] = 0.02,
+    horizon_share: Annotated[
+        float, typer.Option(help="Longest momentum horizon over all steps, at fractions below 1 - mu.")
+    ] = 0.02,
     total_steps: Annotated[
-        int | None, typer.Option(help="Steps of the whole training.", show_default="the run's")
+        int | None, typer.Option(help="Steps of the whole training, for --horizon-share.", show_default="the run's")
     ] = None,
     mu: Annotated[float, typer.Option(help="Momentum at fraction 1, whose horizon ef_decay shall keep.")] = 0.95,
     seed_sd: Annotated[float, typer.Option(help="Standard deviation of the final loss over seeds.")] = 0.0013,
@@ -148,6 +150,7 @@ def advise(
     from scion_telemetry._cli_advise import print_advice
     from scion_telemetry.analysis import advise as advise_on
 
+    _check_outputs(json, figure)
     advice = advise_on(
         load_run(run),
         calibration=None if calibration is None else load_run(calibration),
@@ -164,6 +167,21 @@ def advise(
     )
     print_advice(Console(), advice)
     _keep(advice, json, figure)
+
+
+def _check_outputs(json: Path | None, figure: Path | None) -> None:
+    """What cannot be written is said before any work is done."""
+    from scion_telemetry import plots
+
+    if figure is not None:
+        plots.suffix_of(figure)
+    for option, path in (("--json", json), ("--figure", figure)):
+        if path is not None and path.is_dir():
+            raise ValueError(f"{option} must be a file, got the folder {str(path)!r}; name a file in it")
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(
+                f"{option} must be a file in a folder that exists, got {str(path)!r}; make the folder first"
+            )
 
 
 def _keep(advice: "Advice", json: Path | None, figure: Path | None) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "save",
     "selection_ranks",
     "selection_raster",
+    "suffix_of",
     "update_weight_by_layer",
 ]
 
@@ -160,16 +161,25 @@ def save(figure: Figure, path: str | Path) -> None:
     Raises:
         ValueError: The suffix is another one.
     """
-    path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ValueError(
-            f"cannot write {str(path)!r}: the suffix must be one of {', '.join(_SUFFIXES)}, got {suffix!r}"
-        )
+    path, suffix = Path(path), suffix_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without a date the same run gives the same PDF; PNG carries none.
     stamp = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
     figure.savefig(path, format=suffix[1:], dpi=figure.dpi, metadata=stamp)
+
+
+def suffix_of(path: str | Path) -> str:
+    """Suffix of a figure's file in small letters, from which its format follows.
+
+    Raises:
+        ValueError: It is none of .png, .svg and .pdf.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ValueError(
+            f"cannot write {str(path)!r}: the suffix must be one of {', '.join(_SUFFIXES)}, got {suffix!r}"
+        )
+    return suffix
 
 
 def _single(width: float, height: float) -> tuple[Figure, Axes]:

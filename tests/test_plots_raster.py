@@ -195,7 +195,7 @@ def test_the_figure_says_why_it_has_nothing_to_draw(tmp_path: Path) -> None:
         "not measured: no optimizer of this run selects rows or columns"
     )
     unasked = without(selection_run(tmp_path / "d", 2), "selected", "selection", selection_columns=[])
-    for draw in (plots.mass_curves, plots.captured_mass, plots.churn_over_steps):
+    for draw in (plots.mass_curves, plots.captured_mass, plots.churn_over_steps, plots.age_distribution):
         assert plots.missing(draw(unasked)) == "not measured: choose the metric selection"
 
 

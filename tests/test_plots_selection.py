@@ -21,7 +21,7 @@ from scion_telemetry import plots
 from scion_telemetry._plot_selection_data import groups
 from scion_telemetry.analysis import advise, estimators, theory
 from scion_telemetry.cli import app
-from scion_telemetry.store import Run
+from scion_telemetry.store import Run, load_run
 
 NAMES = [f"layers.0.{kind}" for kind in KINDS[:4]]
 SELECTION = (
@@ -262,6 +262,7 @@ def test_below_a_hundred_rows_no_point_stands_at_a_share_that_cannot_be(
     (line,) = lines(figure.axes[0], "age")
     assert (xs(line), ys(line)) == ([2.0, oldest], [0.5, 1 / 16])
     assert f"α = 0.25\n{words}" in texts(figure)
+    assert ("has not been selected since the tracker began" in texts(figure)) == (words == "oldest never")
 
 
 def test_churn_stands_against_random_selection_and_its_missing_first_value_is_no_finding(tmp_path: Path) -> None:
@@ -294,6 +295,17 @@ def test_regret_by_shards_with_the_limit_and_the_shards_there_are(four: Run) -> 
     assert (xs(own), ys(own)) == ([2.0] * 4, [0.01] * 4)
     low, high = ax.get_ylim()
     assert low < 0.05 < high
+    assert "the run's own shards" in texts(figure)
+
+
+def test_a_run_without_shards_has_no_mark_for_them(tmp_path: Path) -> None:
+    run = selection_run(tmp_path / "run", 2)
+    table = pd.read_csv(run.path / "params.csv")
+    table["options"] = table["options"].str.replace('"shards": 2', '"shards": 1')
+    table.to_csv(run.path / "params.csv", index=False)
+    figure = plots.regret_by_shards(load_run(run.path))
+    assert not lines(axes_of(figure), "own")
+    assert "the run's own shards" not in texts(figure)
 
 
 def test_captured_mass_over_the_steps_stands_against_flat_rows_where_the_run_says_them(tmp_path: Path) -> None:
@@ -336,6 +348,7 @@ def test_the_explorer_shows_what_the_advice_predicts(advised: Any) -> None:
     assert [ys(line) for line in lines(figure.axes[4], "total")] == [pytest.approx(totals[r].tolist()) for r in roles]
     for ax in figure.axes:
         assert [xs(line)[0] for line in lines(ax, "chosen")] == [group.fraction for group in advised.groups]
+        assert [xs(line) for line in lines(ax, "now")] == [sorted(set(group.current)) for group in advised.groups]
     for group in advised.groups:
         assert f"{group.role}: α = {group.fraction:g}, binding: {group.binding}" in texts(figure)
     limits = advised.limits
@@ -392,6 +405,22 @@ def test_the_first_flush_and_a_calibration_at_fraction_one(tmp_path: Path, steps
         plots.save(plots.FIGURES[name](run), tmp_path / f"{name}.png")
 
 
+WHO = ("selection_ranks", "age_distribution", "churn_over_steps", "regret_by_shards")
+
+
+def test_where_everything_is_selected_who_is_goes_without_saying(tmp_path: Path) -> None:
+    run = selection_run(tmp_path / "whole", 3, alpha=1.0)
+    done = CliRunner().invoke(app, ["plot", str(run.path)])
+    assert done.exit_code == 0, done.output
+    (said,) = (line for line in done.stderr.splitlines() if "every row is selected at every step (fraction 1)" in line)
+    assert sorted(said.partition(":")[0].removeprefix("left out ").split(", ")) == sorted(WHO)
+    assert {"mass_curves", "mass_heatmap"} <= {path.stem for path in (run.path / "figures").iterdir()}
+    table = pd.read_csv(run.path / "selection.csv")
+    table.loc[table["step"] == 40, "fraction"] = 0.25
+    table.to_csv(run.path / "selection.csv", index=False)
+    assert [plots.missing(plots.FIGURES[name](load_run(run.path))) for name in WHO] == [None] * 4
+
+
 def test_parameters_share_a_panel_by_their_kind_or_by_role() -> None:
     assert groups(["a.0.w", "a.1.w", "a.1.v", "h"], ["x"] * 4) == {"a.*.w": [0, 1], "a.*.v": [2], "h": [3]}
     assert groups(["0.w", "1.w2"], ["x", "x"]) == {"*.w": [0], "*.w2": [1]}
@@ -407,7 +436,7 @@ def test_every_figure_of_selections_is_offered_by_name() -> None:
 
 def test_advise_draws_the_explorer_when_asked(tmp_path: Path) -> None:
     write_simulated(tmp_path / "run", Matrix(name="w", scales=lognormal(64)))
-    figure = tmp_path / "new" / "explorer.svg"
+    figure = tmp_path / "explorer.svg"
     done = CliRunner().invoke(app, ["advise", str(tmp_path / "run"), "--figure", str(figure)])
     assert done.exit_code == 0, done.output
     assert str(figure) in done.output.replace("\n", "")
