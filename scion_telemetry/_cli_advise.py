@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape, render
 from rich.table import Table
 
-from scion_telemetry.analysis import Advice, Candidate, GroupAdvice, MatrixAdvice
-from scion_telemetry.analysis.records import FLOPS, SETTLED
+from scion_telemetry.analysis import Advice, Candidate, Evidence, GroupAdvice, Limits, MatrixAdvice
+from scion_telemetry.analysis.records import FLOPS, STATE
 
 _SHOWN = 10
 """Matrices in the table of those that need most."""
@@ -24,6 +24,7 @@ LIMITS = {
     "mass": "captured mass",
     "regret": "local regret",
     "horizon": "horizon",
+    "flat": "mass says nothing",
     "unmeasured": "mass unknown",
     "saving": "no FLOPs saved",
     "none": "smallest tried",
@@ -65,9 +66,16 @@ def _say(console: Console, lines: Iterable[str]) -> None:
 
 
 def _training(advice: Advice) -> str:
-    """For which training this is, and when."""
-    whose = "as told" if advice.total_steps_from == "given" else "this run's; --total-steps tells another"
-    return f"For a training of {advice.total_steps} steps ({whose}); {SETTLED}."
+    """Of when it is, and of how long a training where that matters."""
+    given = advice.total_steps_from == "given"
+    below = f"fractions below {1 - advice.limits.mu:.3g}, where no ef_decay keeps the horizon"
+    if advice.length_matters:
+        whose = "as told" if given else "this run's; --total-steps tells another"
+        return f"For a training of {advice.total_steps} steps ({whose}), which may bar {below}; {STATE}."
+    moved = {"--total-steps": given, "--horizon-share": advice.limits.horizon_share != Limits().horizon_share}
+    idle = " and ".join(option for option, is_moved in moved.items() if is_moved)
+    note = f" Without effect here: {idle}. The length only counts for {below}; none was tried." if idle else ""
+    return f"{STATE[0].upper()}{STATE[1:]}.{note}"
 
 
 def _width(table: Table) -> int:
@@ -119,9 +127,9 @@ def _candidates(advice: Advice, group: GroupAdvice) -> Table:
     caption = (
         "accept: share of the parameters; age and overdue rows: median and worst matrix, how many rows wait and how "
         f"long, not which; limit: {limits.age_horizons:g} horizons{steps}; overdue: rows rarer than once in it; drift, "
-        f"regret, horizon: worst; mass: median; drift above {limits.drift:g} (!) only warns; ef': ef_decay to set with "
-        "the fraction (other columns are for the run's own; ages shrink about as the horizon does); NS FLOPs: "
-        f"{FLOPS}"
+        f"regret, horizon: worst; mass, NS FLOPs: median; drift above {limits.drift:g} (!) only warns; ef': ef_decay "
+        "to set with the fraction (other columns are for the run's own; ages shrink about as the horizon does); NS "
+        f"FLOPs: {FLOPS}"
     )
     table = _table(f"{escape(group.role)}: predicted at every fraction", caption)
     numbers = ("p99 age", "limit", "overdue", "drift", "mass", "regret", "horizon", "ef'")
@@ -131,8 +139,7 @@ def _candidates(advice: Advice, group: GroupAdvice) -> Table:
     matrices = [m for m in advice.matrices if m.evidence.role == group.role]
     for i, candidate in enumerate(matrices[0].candidates):
         cells = _candidate_cells([m.candidates[i] for m in matrices])
-        weights = [m.evidence.parameters for m in matrices]
-        flops = float(np.average([m.candidates[i].flops for m in matrices], weights=weights))
+        flops = float(np.median([m.candidates[i].flops for m in matrices]))
         moved = sum(m.candidates[i].bytes for m in matrices) / 1e6
         style = "bold" if candidate.fraction == group.fraction else None
         accept = f"{group.accepted[candidate.fraction]:.0%}"
@@ -174,9 +181,16 @@ def _matrices(advice: Advice) -> Table:
             LIMITS[matrix.binding],
             "" if found.age_p99 is None else f"{found.age_p99:.0f}",
             f"{chosen.age_p99:.0f}",
-            f"{found.never:.1%}",
+            _never(found),
         )
     return table
+
+
+def _never(found: Evidence) -> str:
+    """A share of rows, which of frequency curves is a bound."""
+    if found.never != found.never:
+        return "not known"
+    return f"{'<= ' if found.source == 'curve' and found.never > 0 else ''}{found.never:.1%}"
 
 
 def _need(matrix: MatrixAdvice) -> tuple[float, float]:

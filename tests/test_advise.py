@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from advise_evidence import evidence, one
+from advise_evidence import FLAT, FRACTIONS, evidence, one
 from advise_run import WIDTH, lognormal
 from bursts import bursts
 
 from scion_telemetry.analysis import (
     CANDIDATES,
     Limits,
+    advise_matrix,
     predicted_age,
     predicted_frequency,
     theory,
@@ -20,6 +21,8 @@ from scion_telemetry.analysis.simulate import simulate
 
 GPT = {0.0625: 0.118, 0.125: 0.211, 0.1875: 0.294, 0.25: 0.370, 0.375: 0.507, 0.5: 0.630, 0.75: 0.841}
 
+
+ROOT = {f: math.sqrt(f) for f in FRACTIONS}
 
 # One limit at a time
 
@@ -47,13 +50,17 @@ def test_flat_rows_go_as_low_as_is_tried() -> None:
         # Drift is no bar.
         ({"drift": 0.0}, {}, 0.0625, "none"),
         # Mass equals the fraction's square root.
-        ({}, {"mass": {f: math.sqrt(f) for f in (0.0625, 0.125, 0.25, 0.5, 0.75)}}, 0.125, "mass"),
-        ({"mass": 0.5}, {"mass": {f: math.sqrt(f) for f in (0.0625, 0.125, 0.25, 0.5, 0.75)}}, 0.25, "mass"),
+        ({}, {"mass": ROOT}, 0.125, "mass"),
+        ({"mass": 0.5}, {"mass": ROOT}, 0.25, "mass"),
         # Means of a small GPT trained at fraction 1: what lost much is refused, what lost little is not.
         ({}, {"mass": GPT}, 0.25, "mass"),
         ({"mass": 0.5}, {"mass": GPT}, 0.375, "mass"),
-        # As flat as noise, as in all cases that name no mass: it says nothing. Unless nobody has looked.
         ({}, {}, 0.0625, "none"),
+        # As flat as noise, it says nothing, and that nobody has looked does not either.
+        ({}, {"mass": FLAT}, 0.25, "flat"),
+        ({"mass": 0.0}, {"mass": FLAT}, 0.0625, "none"),
+        ({"mass": 0.1}, {"mass": FLAT}, 0.125, "flat"),
+        ({"max_age": 2, "overdue": 1}, {"mass": FLAT}, 0.375, "age"),
         ({}, {"mass": {}, "mass_source": "none"}, 0.25, "unmeasured"),
         ({"mass": 0.0}, {"mass": {}, "mass_source": "none"}, 0.0625, "none"),
         ({"max_age": 2, "overdue": 1}, {"mass": {}, "mass_source": "none"}, 0.375, "age"),
@@ -72,6 +79,36 @@ def test_flat_rows_go_as_low_as_is_tried() -> None:
 def test_the_limit_that_binds(limits: Any, changes: dict[str, Any], fraction: float, binding: str) -> None:
     matrix = one(Limits(**limits), **changes)
     assert (matrix.fraction, matrix.binding) == (fraction, binding)
+
+
+@pytest.mark.parametrize("mu", [0.8, 0.95, 0.98, 0.99, 0.999])
+@pytest.mark.parametrize("ef_decay", [0.9, 0.95, 0.99])
+def test_a_horizon_that_is_asked_for_bars_nothing(mu: float, ef_decay: float) -> None:
+    """Of 20 steps at most, 2 % of 1000, .99 asks for 100, of which 27 to 80 are no more than enough."""
+    matrix = one(Limits(mu=mu), total_steps=1000, ef_decay=ef_decay)
+    tried = [c for c in matrix.candidates if c.fraction >= 1 - mu]
+    assert {name for c in tried for name in c.failed} == set()
+    accepted = [c.accepted for c in matrix.candidates]
+    assert accepted == sorted(accepted, reverse=True), "the smaller, the worse"
+
+
+@pytest.mark.parametrize("options", [{"total_steps": 10}, {"total_steps": 10**6}, {"horizon_share": 0.0}])
+def test_the_length_of_the_training_counts_where_no_decay_helps(options: Any) -> None:
+    assert one(Limits(**options)).candidates == one().candidates
+    low, high = (one(Limits(mu=0.9, **o), total_steps=8000) for o in (options, {"total_steps": 10**6}))
+    assert [set(m.candidates[-1].failed) for m in (low, high)] == [
+        {"horizon"} if options != {"total_steps": 10**6} else set(),
+        set(),
+    ]
+    assert low.candidates[:-1] == high.candidates[:-1]
+
+
+def test_scope_that_is_asked_for_does_not_rewrite_what_was_measured() -> None:
+    found = evidence(shards=4, regret=0.06)
+    matrix = advise_matrix(found, Limits(), scope="global")
+    assert (matrix.scope, matrix.fraction, matrix.evidence.scope) == ("global", 0.0625, "local")
+    assert matrix.evidence is found
+    assert advise_matrix(found, Limits()).scope == "local"
 
 
 def test_overdue_rows_bind() -> None:

@@ -36,7 +36,6 @@ def test_advise_prints_what_it_found(run: Path) -> None:
     lines = [line.split() for line in shown.splitlines() if line.strip()]
     assert next(line for line in lines if line[0] == "layers.12.[wo]")[1:3] == ["256", "0.1875"]  # and no markup
     assert next(line for line in lines if line[0] == "hidden")[1:4] == ["13", "0.25", "0.1875"]
-    assert shown.startswith("For a training of 100000 steps (as told); ages and overdue rows are those of the settled")
     first = next(line for line in shown.splitlines() if line.startswith("hidden: "))
     assert first.startswith("hidden: ef_decay=0.733 with fraction=0.1875, instead of 0.95"), "what is worth most"
     assert "time of the optimizer falls less" in " ".join(shown.split())
@@ -61,7 +60,53 @@ def test_limits_are_options(run: Path, tmp_path: Path) -> None:
     assert fractions[0] < 0.25 < fractions[1]
     assert json.loads(high.read_text())["limits"]["max_age"] == 2
     assert json.loads(high.read_text())["total_steps_from"] == "run"
-    assert "(this run's; --total-steps tells another)" in output("advise", run)
+
+
+def test_the_length_of_the_training_is_told_where_it_counts(run: Path) -> None:
+    plain, told = output("advise", run), output("advise", run, "--total-steps", 10, "--horizon-share", 0)
+    assert plain.startswith("Ages and overdue rows are those of the settled state")
+    first, _, rest = told.partition("\n")
+    assert "Without effect here: --total-steps and --horizon-share. The length only counts for fractions below" in first
+    assert "below 0.05, where no ef_decay keeps the horizon; none was tried" in first
+    assert rest == plain.partition("\n")[2]
+    short, long = (output("advise", run, "--mu", 0.9, "--mass", 0, *more) for more in ((), ("--total-steps", 10**6)))
+    assert short.startswith("For a training of 1000 steps (this run's; --total-steps tells another), which may bar")
+    assert long.startswith("For a training of 1000000 steps (as told), which may bar fractions below 0.1, where no ef_")
+    assert short.partition("\n")[2] != long.partition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        ("--json", ".", "--json must be a file, got the folder"),
+        ("--json", "none/told.json", "--json must be a file in a folder that exists"),
+        ("--figure", "none/drawn.png", "--figure must be a file in a folder that exists"),
+        ("--figure", "drawn.jpg", "the suffix must be one of .png, .svg, .pdf, got '.jpg'"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_anything_is(
+    run: Path, tmp_path: Path, option: str, name: str, message: str
+) -> None:
+    result = CliRunner().invoke(app, ["advise", str(run), option, str(tmp_path / name)])
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+    assert result.output == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_number_of_flops_in_table_and_figure(tmp_path: Path) -> None:
+    """The median: one of 18 that is large would decide the mean by parameters."""
+    rows = [Matrix(name=f"w{i}", scales=np.ones(n)) for i, n in enumerate((64, 64, 512))]
+    run = write(tmp_path / "run", *rows).path
+    shown, told = (
+        output("advise", run, "--json", tmp_path / "told.json"),
+        json.loads((tmp_path / "told.json").read_text()),
+    )
+    at = [next(c for c in m["candidates"] if c["fraction"] == 0.25)["flops"] for m in told["matrices"]]
+    line = next(words for line in shown.splitlines() if (words := line.split()) and words[0] == "0.25")
+    assert float(line[-2]) == pytest.approx(at[0], rel=0.01)
+    assert at[2] != pytest.approx(at[0], rel=0.1)
+    assert "mass, NS FLOPs: median" in " ".join(shown.split())
 
 
 def test_no_fraction_below_the_published_ones_where_the_mass_is_not_known(run: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from advise_run import Matrix, lognormal, write
 from sample_run import NAMES, one_row, param, run_info
@@ -83,7 +84,10 @@ def test_mixed_scopes(tmp_path: Path) -> None:
 def test_no_frequencies(tmp_path: Path) -> None:
     matrix = Matrix(name="w", scales=lognormal(64))
     refused(write(tmp_path / "a", matrix, slices=False), r"call tracker.close.*schedule=every\(32\)")
-    refused(write(tmp_path / "b", matrix, slices=False, frequencies=True), "counted over >= 32 steps")
+    refused(
+        write(tmp_path / "b", matrix, slices=False, frequencies=True),
+        "counted over >= 32 steps.*no more often than every 32 steps",
+    )
 
 
 def test_a_run_that_broke(tmp_path: Path) -> None:
@@ -99,13 +103,47 @@ def test_a_run_that_broke(tmp_path: Path) -> None:
         ({"overdue": 2}, r"overdue must be in \[0, 1\], got 2"),
         ({"sharpness": 0.0}, "sharpness must be > 0, got 0.0"),
         ({"mu": 1.0}, r"mu must be in \[0, 1\), got 1.0"),
-        ({"total_steps": 0}, "total_steps must be >= 1, got 0"),
-        ({"candidates": (0.5, 0.0)}, r"candidates must be in \(0, 1\], got 0.0"),
-        ({"seed_sd": 0.0}, "gap and sd must be > 0"),
+        ({"total_steps": 0}, "total_steps must be None or a whole number >= 1, got 0"),
+        ({"total_steps": 1000.5}, "total_steps must be None or a whole number >= 1, got 1000.5"),
+        ({"candidates": (0.5, 0.0)}, r"candidates must be numbers in \(0, 1\], got 0.0"),
+        ({"candidates": (0.5, "a")}, r"candidates must be numbers in \(0, 1\], got 'a'"),
+        ({"candidates": []}, r"candidates must name at least one fraction to try, got \[\]"),
+        ({"seed_sd": 0.0}, "seed_sd must be > 0, the standard deviation of the final loss over seeds, got 0.0"),
+        ({"seed_sd": math.nan}, "seed_sd must be > 0"),
     ],
 )
 def test_options_out_of_range(heavy: Run, options: dict[str, Any], message: str) -> None:
     refused(heavy, message, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"total_steps": "10"}, "total_steps must be a number or None, got '10'"),
+        ({"overdue": None}, "overdue must be a number, got None"),
+        ({"overdue": True}, "overdue must be a number, got True"),
+        ({"candidates": ".5"}, r"candidates must be a sequence of fractions, such as \(0.5, 0.25\), got '.5'"),
+        ({"candidates": 0.5}, "candidates must be a sequence of fractions"),
+        ({"seed_sd": "a"}, "seed_sd must be a number, the standard deviation of the loss over seeds, got 'a'"),
+        ({"starved": 0.1}, "no limit 'starved'; did you mean 'overdue'. Limits are age_horizons, max_age, overdue"),
+        ({"horizonshare": 0.1}, "no limit 'horizonshare'; did you mean 'horizon_share'"),
+        ({"calibration": "runs/b"}, r"calibration must be a Run, got 'runs/b'; open a run directory with load_run"),
+    ],
+)
+def test_options_of_another_kind(heavy: Run, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        advise(heavy, **options)
+
+
+def test_a_path_for_a_run() -> None:
+    with pytest.raises(TypeError, match=r"run must be a Run, got 'runs/a'; open a run directory with load_run"):
+        advise("runs/a")  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers(heavy: Run) -> None:
+    kinds: dict[str, Any] = {"seed_sd": np.float64(0.01), "candidates": np.array([0.5, 0.25]), "mass": np.float32(0)}
+    advice = advise(heavy, total_steps=np.int64(10), **kinds)  # type: ignore[arg-type]
+    assert [c.fraction for c in advice.matrices[0].candidates] == [1, 0.5, 0.25]
 
 
 def test_keywords_of_advise_are_the_limits() -> None:

@@ -22,7 +22,7 @@ from scion_telemetry.analysis import (
 )
 from scion_telemetry.analysis.evidence import gather
 from scion_telemetry.analysis.simulate import simulate
-from scion_telemetry.store import Run
+from scion_telemetry.store import Run, load_run
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +116,38 @@ def test_frequency_curves_where_the_run_was_killed(tmp_path: Path, heavy: Run) -
     ((curve,), notes), ((exact,), _) = gather(killed), gather(heavy)
     assert curve.source == "curve"
     assert "frequency curves, whose tails are coarse" in notes[-1]
+    assert math.isnan(curve.never), "nothing says it"
     for fraction in (0.125, 0.5):
         rough, fine = (np.sort(predicted_frequency(e, fraction)[0]) for e in (curve, exact))
         assert np.abs(rough - fine).mean() < 0.04
     low, high = (next(c for c in advise_matrix(curve, Limits()).candidates if c.fraction == f) for f in (0.125, 0.5))
     assert high.age_p99 < curve.age_p99 < low.age_p99  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("columns", "never", "said"),
+    [
+        # The window that touched most left out 3 %, the mean one 20 %.
+        ({"coverage": [0.6, 0.8, 0.97, 0.8], "age_max": 1e6}, 0.03, "may have been never selected in 1 of 1"),
+        # No row is as old as the tracker.
+        ({"coverage": [0.6, 0.8, 0.97, 0.8], "age_max": 120}, 0.0, ""),
+        ({"coverage": 1.0}, 0.0, ""),
+    ],
+)
+def test_rows_never_selected_of_a_killed_run(tmp_path: Path, columns: Any, never: float, said: str) -> None:
+    matrix = Matrix(name="w", scales=lognormal(), columns=dict.fromkeys(columns, 0.0))
+    write(tmp_path / "run", matrix, every=50, slices=False, frequencies=True)
+    table = pd.read_csv(tmp_path / "run" / "selection.csv")
+    for name, values in columns.items():
+        table[name] = np.resize(values, len(table))
+    table.to_csv(tmp_path / "run" / "selection.csv", index=False)
+    run = load_run(tmp_path / "run")
+    ((found,), notes) = gather(run)
+    assert found.never == pytest.approx(never)
+    assert [note for note in notes if "never selected" in note] == (
+        [note for note in notes if said in note] if said else []
+    )
+    assert ("(at most 3.0% of 'w')" in "".join(notes)) == bool(said)
 
 
 def test_groups(tmp_path: Path) -> None:
@@ -129,14 +156,14 @@ def test_groups(tmp_path: Path) -> None:
     run = write(
         tmp_path / "run", *matrices, Matrix(name="odd", scales=spread), Matrix(name="e", scales=flat, role="expert")
     )
-    advice = advise(run, total_steps=100_000)
+    advice = advise(run, mass=0)
     hidden, expert = advice.groups
     assert (hidden.role, hidden.matrices, expert.role, expert.matrices) == ("hidden", 7, "expert", 1)
     # The odd one has 4 % of the parameters: it does not hold the others back, but is named.
     assert hidden.accepted[0.0625] == pytest.approx(6 * 256 / (6 * 256 + 64))
     assert (hidden.fraction, hidden.binding, hidden.worst) == (0.0625, "none", "")
     assert any("a larger fraction of their own for 1 of 7 matrices: odd" in change for change in hidden.changes)
-    strict = advise(run, total_steps=100_000, coverage=1.0).groups[0]
+    strict = advise(run, mass=0, coverage=1.0).groups[0]
     assert strict.fraction == advice.matrices[6].fraction > 0.0625
     assert strict.worst == "odd"
     assert strict.worst_value > 1
@@ -150,12 +177,19 @@ def test_local_selection_that_loses_mass_is_advised_against(tmp_path: Path) -> N
         Matrix(name=f"m{i}", scales=flat, options=options, columns={"regret": 0.16 if i == 0 else 0.01})
         for i in range(4)
     ]
-    (group,) = advise(write(tmp_path / "run", *cut), total_steps=100_000).groups
+    advice = advise(write(tmp_path / "run", *cut), mass=0)
+    (group,) = advice.groups
     assert (group.fraction, group.scope, group.binding) == (0.0625, "global", "none")
-    assert "more than 5% of the mass in 1 of 4 matrices (16% in m0)" in group.changes[0]
+    assert group.changes[0].startswith("ef_decay=0.2 with fraction=0.0625"), "worth most"
+    assert group.changes[1] == "ef_decay=0.8 should fraction stay at 0.25"
+    assert group.changes[2].startswith('selection_scope="global" for the sake of mass: local selection loses')
+    assert "more than 5% of the mass in 1 of 4 matrices (16% in m0)" in group.changes[2]
+    told = json.loads(advice.to_json())["matrices"]
+    assert [(m["scope"], m["evidence"]["scope"]) for m in told] == [("global", "local")] * 4, "what was measured stays"
+    assert told[0]["evidence"]["regret"] == pytest.approx(0.16)
     # One of thirty does not decide for the others.
     more = [replace(cut[1], name=f"n{i}") for i in range(30)]
-    advice = advise(write(tmp_path / "more", cut[0], *more), total_steps=100_000)
+    advice = advise(write(tmp_path / "more", cut[0], *more), mass=0)
     assert (advice.groups[0].fraction, advice.groups[0].scope) == (0.0625, "local")
     assert advice.groups[0].changes[-1] == 'selection_scope="global" for 1 of 31 matrices: m0'
     assert (advice.matrices[0].fraction, advice.matrices[0].global_fraction) == (1, 0.0625)
@@ -169,19 +203,52 @@ def test_stacked_matrices_select_each_for_itself(tmp_path: Path) -> None:
 
 
 def test_what_is_worth_most_comes_first(heavy: Run) -> None:
-    (group,) = advise(heavy).groups
+    (group,) = advise(heavy, mass=0).groups
     ef = theory.matched_ef(group.fraction)
     assert group.fraction < 0.25
     assert group.changes[0].startswith(f"ef_decay={ef:.3g} with fraction={group.fraction:g}, instead of 0.95: else the")
     assert "not the 20 of momentum 0.95; of what a smaller fraction lost in loss" in group.changes[0]
-    assert group.changes[1].startswith("measure the mass of 1 of 1 matrices before you go below 0.25")
-    assert group.changes[2].startswith("tune lr again")
+    assert group.changes[1] == "ef_decay=0.8 should fraction stay at 0.25"
+    assert group.changes[2].startswith("measure the mass of 1 of 1 matrices before you go below 0.25")
+    assert group.changes[3].startswith("try lr again, from the present one on")
+    assert "the same at every fraction" in group.changes[3]
     bars = advise(heavy, age_horizons=0.1).groups[0]
     assert bars.binding in ("age", "overdue")
     assert any(change.startswith("try a smaller lr before a larger fraction") for change in bars.changes)
     steps = advise(heavy, max_age=8, overdue=1).groups[0]
     assert steps.binding == "age"
     assert not any("smaller lr" in change for change in steps.changes)
+
+
+def test_the_decay_of_the_run_comes_first_where_another_fraction_is_advised_that_needs_none(heavy: Run) -> None:
+    for limits in ({"age_horizons": 0.1}, {"max_age": 1}):
+        group = advise(heavy, **limits).groups[0]
+        assert group.fraction == 1
+        assert group.changes[0].startswith("ef_decay=0.8 should fraction stay at 0.25, instead of 0.95: else the momen")
+    same = advise(heavy).groups[0]
+    assert same.fraction == 0.25
+    assert [c[:32] for c in same.changes if "ef_decay" in c] == ["ef_decay=0.8 with fraction=0.25,"]
+    assert not any("try lr again" in change for change in same.changes)
+
+
+def test_a_smaller_rate_is_no_cure_where_no_row_waits(tmp_path: Path) -> None:
+    whole = write(tmp_path / "one", Matrix(name="w", scales=lognormal(), plan=((300, 1.0),)))
+    group = advise(whole, age_horizons=0.1).groups[0]
+    assert (group.fraction, group.binding) == (1, "age")
+    assert not any("smaller lr" in change for change in group.changes)
+
+
+def test_flat_matrices_are_told_of(tmp_path: Path) -> None:
+    plan = ((200, 1.0), (1000, 0.25))
+    run = write(
+        tmp_path / "run", *(Matrix(name=n, scales=s, plan=plan) for n, s in (("f", np.ones(128)), ("w", lognormal())))
+    )
+    advice = advise(run)
+    assert (advice.matrices[0].fraction, advice.matrices[0].binding) == (0.25, "flat")
+    assert advice.matrices[1].binding != "flat"
+    assert any("the mass says nothing of 1 of 2 matrices ('f', …)" in note for note in advice.notes)
+    assert advise(run, mass=0).matrices[0].fraction < 0.25
+    assert not any("the mass says nothing" in note for note in advise(run, mass=0).notes)
 
 
 def test_drift_is_told_as_a_warning(heavy: Run) -> None:
@@ -197,7 +264,9 @@ def test_regret_on_a_whole_selection_is_called_less_than_what_shards_lose(tmp_pa
     for name, options in ways.items():
         columns = {"regret_at_2": 0.001, "regret": 0.01}
         run = write(tmp_path / name, Matrix(name="w", scales=np.ones(64), options=options, columns=columns))
-        said.append("15 times as much" in "".join(gather(run)[1]))
+        notes = "".join(gather(run)[1])
+        said.append("15 times as much" in notes)
+        assert ('cut into shards, with selection_scope="local", tells' in notes) == said[-1]
     assert said == [True, False, True]
 
 
@@ -205,6 +274,11 @@ def test_caveat_and_power(heavy: Run) -> None:
     advice = advise(heavy)
     assert advice.seeds[0.002] == 7
     assert "takes 7 seeds per arm" in advice.caveat
+    assert (
+        "0.0013 over seeds (that of a 124 M GPT, where the study had .0009 to .019; give yours as seed_"
+        in advice.caveat
+    )
+    assert "0.0026 over seeds (as told)" in advise(heavy, seed_sd=0.0026).caveat
     assert advise(heavy, seed_sd=0.0026).seeds[0.002] == 27
 
 

@@ -16,9 +16,12 @@ from scion_telemetry.store import Run
 
 from . import theory
 from .changes import changes
+from .decay import longest_kept, mended_decay
 from .evidence import gather
-from .limits import SMALLEST_KNOWN, LimitOptions, Limits
+from .limits import SMALLEST_KNOWN, LimitOptions, Limits, limits_of
+from .notes import note_on_flat
 from .records import CANDIDATES, Advice, Candidate, Evidence, GroupAdvice, MatrixAdvice
+from .refusals import refuse_arguments
 
 SEED_SD = 0.0013
 """Standard deviation over seeds of the final validation loss of a 124 M GPT, measured on public runs."""
@@ -53,12 +56,14 @@ def advise(
 
     Raises:
         ValueError: The run cannot support advice, a limit is out of range, or a candidate is.
+        TypeError: An argument is of another kind, or no limit has this name.
     """
-    kept = Limits(**limits)
-    if bad := [f for f in candidates if not 0 < f <= 1]:
-        raise ValueError(f"candidates must be in (0, 1], got {bad[0]!r}")
+    refuse_arguments(run, calibration, seed_sd, candidates)
+    kept = limits_of(limits)
     tried = tuple(sorted({1.0, *candidates}, reverse=True))
     found, notes = gather(run, calibration)
+    if kept.mass > 0:
+        notes += note_on_flat([e for e in found if _flat_everywhere(e, kept.flat)], len(found))
     roles = dict.fromkeys(e.role for e in found)
     told = [_advise_role([e for e in found if e.role == role], kept, tried) for role in roles]
     by_name = {m.evidence.param: m for _, matrices in told for m in matrices}
@@ -70,12 +75,19 @@ def advise(
         groups=tuple(group for group, _ in told),
         matrices=tuple(by_name[e.param] for e in found),
         notes=tuple(notes),
-        caveat=(
-            "This is about rows and costs, not about the loss. Before a fraction is called as good as another, compare "
-            f"both over seeds: with a standard deviation of {seed_sd:g} over seeds, a gap of .002 in the mean loss "
-            f"takes {theory.seeds_per_arm(0.002, seed_sd)} seeds per arm (two-sided 5 %, power 80 %)."
-        ),
+        caveat=_caveat(seed_sd),
         seeds={gap: theory.seeds_per_arm(gap, seed_sd) for gap in _GAPS},
+    )
+
+
+def _caveat(seed_sd: float) -> str:
+    whose = "as told"
+    if seed_sd == SEED_SD:
+        whose = "that of a 124 M GPT, where the study had .0009 to .019; give yours as seed_sd, --seed-sd"
+    return (
+        "This is about rows and costs, not about the loss. Before a fraction is called as good as another, compare "
+        f"both over seeds: with a standard deviation of {seed_sd:g} over seeds ({whose}), a gap of .002 in the mean "
+        f"loss takes {theory.seeds_per_arm(0.002, seed_sd)} seeds per arm (two-sided 5 %, power 80 %)."
     )
 
 
@@ -139,12 +151,22 @@ def predicted_age(
     return max(0.0, (evidence.age_p99 + 1) * (theory.periodic_age(frequency, q) + 1) / (period + 1) - 1)
 
 
-def advise_matrix(evidence: Evidence, limits: Limits, tried: Sequence[float] = CANDIDATES) -> MatrixAdvice:
-    """Try every fraction on one matrix."""
+def advise_matrix(
+    evidence: Evidence, limits: Limits, tried: Sequence[float] = CANDIDATES, *, scope: str | None = None
+) -> MatrixAdvice:
+    """Try every fraction on one matrix.
+
+    Args:
+        evidence: What was measured.
+        limits: What a fraction has to keep to.
+        tried: Fractions, descending.
+        scope: Selection scope to predict with; None: that of the run.
+    """
     flat = _flat_everywhere(evidence, limits.flat)
+    asked = evidence if scope is None else replace(evidence, scope=scope)
     candidates: list[Candidate] = []
     for fraction in tried:
-        candidate = _candidate(evidence, limits, fraction, flat)
+        candidate = _candidate(asked, limits, fraction, flat)
         before = candidates[-1].cost if candidates else float("inf")
         candidates.append(replace(candidate, saving=1 - candidate.cost / before if before < float("inf") else 0.0))
     costs = [c.cost for c in candidates]
@@ -153,6 +175,7 @@ def advise_matrix(evidence: Evidence, limits: Limits, tried: Sequence[float] = C
     best_global, _ = _smallest(without, costs, limits.saving)
     return MatrixAdvice(
         evidence=evidence,
+        scope=asked.scope,
         candidates=tuple(candidates),
         fraction=candidates[best].fraction,
         binding=binding,
@@ -180,8 +203,7 @@ def _candidate(e: Evidence, limits: Limits, fraction: float, flat: bool) -> Cand
     mass, excess = _mass(e, fraction)
     horizon = theory.horizon(fraction, e.ef_decay)
     limit = limits.oldest(horizon)
-    matched = theory.matched_ef(fraction, limits.mu)
-    mended = matched >= 0 and _remembers_otherwise(e, fraction, 1 / (1 - limits.mu))
+    mended = mended_decay(e, fraction, limits.mu)
     flops = theory.newton_schulz_flops(k, e.width) / theory.newton_schulz_flops(e.n, e.width)
     cut = e.shards > 1
     made = Candidate(
@@ -196,7 +218,7 @@ def _candidate(e: Evidence, limits: Limits, fraction: float, flat: bool) -> Cand
         excess=excess,
         regret=None if not cut or e.scope == "global" or e.regret is None else e.regret if fraction < 1 else 0.0,
         horizon=horizon,
-        ef_decay=matched if mended else e.ef_decay,
+        ef_decay=e.ef_decay if mended is None else mended,
         flops=flops,
         bytes=e.matrices * theory.transport_bytes(k, e.width, e.shards),
         cost=(flops + k / e.n) / 2 if cut else flops,
@@ -204,18 +226,11 @@ def _candidate(e: Evidence, limits: Limits, fraction: float, flat: bool) -> Cand
         failed={},
         warned={},
     )
-    longest = max(limits.horizon_share * (limits.total_steps or e.total_steps), theory.horizon(1.0, e.ef_decay))
-    failed = _failed(made, limits, flat, float("inf") if mended else longest)
+    share = limits.horizon_share * (limits.total_steps or e.total_steps)
+    # What is wanted of the momentum is never too long, whatever the length of the training.
+    longest = max(share, theory.horizon(1.0, e.ef_decay), longest_kept(limits.mu))
+    failed = _failed(made, limits, flat, longest if mended is None else float("inf"))
     return replace(made, failed=failed, warned=_broken({"drift": _over(made.drift, limits.drift)}))
-
-
-def _remembers_otherwise(e: Evidence, fraction: float, wanted: float) -> bool:
-    """Whether the momentum would remember more than ``wanted`` steps with the run's decay, or fewer and now does not.
-
-    Fewer are left alone where they were so before, and so is fraction 1, where they are the user's choice.
-    """
-    horizon, now = (theory.horizon(f, e.ef_decay) for f in (fraction, e.fraction))
-    return (fraction < 1 and horizon > 1.05 * wanted) or now > 0.95 * wanted > horizon
 
 
 def _mass(e: Evidence, fraction: float) -> tuple[float | None, float | None]:
@@ -236,12 +251,16 @@ def _flat_everywhere(evidence: Evidence, limit: float) -> bool:
 
 def _failed(c: Candidate, limits: Limits, flat: bool, longest: float) -> dict[str, float]:
     """Limits that are broken, with value over limit; a captured mass that is too small counts as limit over value."""
+    lost = 0.0 if c.mass is None else _over(limits.mass, c.mass)
+    # A flat curve is no more evidence for a fraction below the published ones than none is.
+    unknown = SMALLEST_KNOWN / c.fraction
     return _broken(
         {
             "age": c.age_p99 / c.age_limit,
             "overdue": _over(c.overdue, limits.overdue),
-            "mass": 0.0 if c.mass is None or flat else _over(limits.mass, c.mass),
-            "unmeasured": SMALLEST_KNOWN / c.fraction if c.mass is None and limits.mass > 0 else 0.0,
+            "mass": 0.0 if flat else lost,
+            "flat": unknown if flat and lost > 1 else 0.0,
+            "unmeasured": unknown if c.mass is None and limits.mass > 0 else 0.0,
             "regret": 0.0 if c.regret is None else _over(c.regret, limits.regret),
             "horizon": c.horizon / longest,
         }
@@ -269,16 +288,16 @@ def _advise_role(
     if sum(e.parameters for e in losing) <= (1 - limits.coverage) * sum(e.parameters for e in found):
         return group, matrices
     worst = max(losing, key=lambda e: e.regret or 0.0)
-    matrices = [advise_matrix(replace(e, scope="global"), limits, tried) for e in found]
+    matrices = [advise_matrix(e, limits, tried, scope="global") for e in found]
     change = (
-        f'selection_scope="global": local selection loses more than {limits.regret:.0%} of the mass in {len(losing)} '
-        f"of {len(found)} matrices ({worst.regret:.0%} in {worst.param})"
+        f'selection_scope="global" for the sake of mass: local selection loses more than {limits.regret:.0%} of the '
+        f"mass in {len(losing)} of {len(found)} matrices ({worst.regret:.0%} in {worst.param}); in the study no "
+        "difference in loss could be claimed"
     )
-    wider = _group(found[0].role, matrices, limits)
-    return replace(wider, scope="global", changes=(change, *wider.changes)), matrices
+    return _group(found[0].role, matrices, limits, change), matrices
 
 
-def _group(role: str, matrices: Sequence[MatrixAdvice], limits: Limits) -> GroupAdvice:
+def _group(role: str, matrices: Sequence[MatrixAdvice], limits: Limits, scope: str = "") -> GroupAdvice:
     weights = np.array([m.evidence.parameters for m in matrices], dtype=float)
     tried = [c.fraction for c in matrices[0].candidates]
     share = [float(weights @ [m.candidates[i].accepted for m in matrices] / weights.sum()) for i in range(len(tried))]
@@ -289,14 +308,14 @@ def _group(role: str, matrices: Sequence[MatrixAdvice], limits: Limits) -> Group
     return GroupAdvice(
         role=role,
         matrices=len(matrices),
-        scope=matrices[0].evidence.scope,
+        scope=matrices[0].scope,
         current=(min(m.evidence.fraction for m in matrices), max(m.evidence.fraction for m in matrices)),
         fraction=tried[best],
         binding=binding,
         worst=worst,
         worst_value=value,
         accepted=dict(zip(tried, share, strict=True)),
-        changes=tuple(changes(matrices, best, binding, limits)),
+        changes=tuple(changes(matrices, best, binding, limits, scope)),
     )
 
 

@@ -4,11 +4,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from . import theory
+from .decay import mended_decay
 from .limits import SMALLEST_KNOWN, Limits
-from .records import MatrixAdvice
+from .records import Evidence, MatrixAdvice
 
 
-def changes(matrices: Sequence[MatrixAdvice], best: int, binding: str, limits: Limits) -> Iterator[str]:
+def changes(
+    matrices: Sequence[MatrixAdvice], best: int, binding: str, limits: Limits, scope: str = ""
+) -> Iterator[str]:
     """Lines on a fraction.
 
     Args:
@@ -16,9 +20,12 @@ def changes(matrices: Sequence[MatrixAdvice], best: int, binding: str, limits: L
         best: Number of the candidate that is advised.
         binding: What stands against the next smaller one.
         limits: What was asked for.
+        scope: What to say of the selection scope, which comes after the decay; empty: nothing.
     """
     fraction = matrices[0].candidates[best].fraction
     yield from _decay(matrices, best, limits)
+    if scope:
+        yield scope
     unknown = [m for m in matrices if m.evidence.mass_source == "none"]
     if unknown and (binding == "unmeasured" or fraction < SMALLEST_KNOWN):
         yield (
@@ -28,8 +35,13 @@ def changes(matrices: Sequence[MatrixAdvice], best: int, binding: str, limits: L
         )
     now = float(np.median([m.evidence.fraction for m in matrices]))
     if abs(fraction - now) > 0.01:
-        yield f"tune lr again: the RMS of a step goes with √fraction, here by {np.sqrt(fraction / now):.2f}"
-    if binding in ("age", "overdue") and limits.max_age is None:
+        yield (
+            f"try lr again, from the present one on: the RMS of a step goes with √fraction, and is "
+            f"{np.sqrt(fraction / now):.2f} times as large, but in the study the best of rates a factor of 2 apart was "
+            "the same at every fraction"
+        )
+    waits = binding in ("age", "overdue") and any(m.evidence.source != "calibration" for m in matrices)
+    if waits and fraction > now + 0.01 and limits.max_age is None:
         yield (
             "try a smaller lr before a larger fraction: in the study, rows that wait as long were frequent at 2 and 4 "
             "times the best learning rate, and rare at the best"
@@ -39,20 +51,33 @@ def changes(matrices: Sequence[MatrixAdvice], best: int, binding: str, limits: L
 
 
 def _decay(matrices: Sequence[MatrixAdvice], best: int, limits: Limits) -> Iterator[str]:
-    chosen = [m.candidates[best] for m in matrices]
-    mended = [(c, m.evidence) for c, m in zip(chosen, matrices, strict=True) if c.ef_decay != m.evidence.ef_decay]
-    if not mended:
+    """The decay of the fraction that is advised, and of the run's own, where it stays if nobody obeys."""
+    advised = _longest([(m.evidence, m.candidates[best].fraction) for m in matrices], limits.mu)
+    own = _longest([(m.evidence, m.evidence.fraction) for m in matrices], limits.mu)
+    if advised is not None:
+        yield _decay_line(*advised, limits.mu, f"with fraction={advised[1]:g}")
+    if own is None or abs(own[1] - matrices[0].candidates[best].fraction) <= 0.01:
         return
-    worst, found = max(mended, key=lambda pair: pair[0].horizon)
-    wanted = 1 / (1 - limits.mu)
+    where = f"should fraction stay at {own[1]:.3g}"
+    yield f"ef_decay={own[2]:.3g} {where}" if advised is not None else _decay_line(*own, limits.mu, where)
+
+
+def _longest(pairs: Sequence[tuple[Evidence, float]], mu: float) -> tuple[Evidence, float, float] | None:
+    """The matrix whose momentum remembers longest of those that need another decay, its fraction, and that decay."""
+    found = [(e, f, mended_decay(e, f, mu)) for e, f in pairs]
+    mended = [(e, f, ef) for e, f, ef in found if ef is not None and abs(ef - e.ef_decay) > 1e-9]
+    return max(mended, key=lambda one: theory.horizon(one[1], one[0].ef_decay), default=None)
+
+
+def _decay_line(e: Evidence, fraction: float, ef_decay: float, mu: float, where: str) -> str:
+    remembers, wanted = theory.horizon(fraction, e.ef_decay), 1 / (1 - mu)
     text = (
-        f"ef_decay={worst.ef_decay:.3g} with fraction={worst.fraction:g}, instead of {found.ef_decay:.3g}: else "
-        f"the momentum remembers {worst.horizon:.0f} steps, not the {wanted:.0f} of momentum {limits.mu:g}"
+        f"ef_decay={ef_decay:.3g} {where}, instead of {e.ef_decay:.3g}: else the momentum remembers {remembers:.0f} "
+        f"steps, not the {wanted:.0f} of momentum {mu:g}"
     )
-    if worst.horizon < wanted:
-        yield text
-        return
-    yield (
+    if remembers < wanted:
+        return text
+    return (
         f"{text}; of what a smaller fraction lost in loss, this took back two thirds at .5, a third at .25, an "
         "eighth at .125 (a small GPT, one seed each)"
     )

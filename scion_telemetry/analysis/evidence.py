@@ -23,7 +23,7 @@ from .refusals import (
 from .stretches import FEWEST_STEPS, Stretch, longest_last, stretches
 from .theory import calibrated_growth, horizon
 
-_SETTLED = 3.0
+_FORGOTTEN = 3.0
 """Momentum horizons after which a calibration window has forgotten how rows were levelled before it."""
 
 _LEVELLED = 10.0
@@ -95,7 +95,7 @@ def _calibration_curves(parts: Mapping[str, list[Stretch]], params: pd.DataFrame
     found: dict[str, dict[float, float]] = {}
     for name, all_parts in parts.items():
         whole = [p for p in all_parts if p.fraction >= 1 and p.steps >= FEWEST_STEPS]
-        settled = [p.rows[p.rows["step"] > p.begin + _SETTLED / max(1e-9, 1 - ef[name])] for p in whole]
+        settled = [p.rows[p.rows["step"] > p.begin + _FORGOTTEN / max(1e-9, 1 - ef[name])] for p in whole]
         if settled and (curve := _curve(pd.concat(settled), "mass_at")):
             found[name] = curve
     return found
@@ -206,9 +206,18 @@ class _Reader:
         curve = _curve(rows, "frequency_at") if len(rows) else {}
         if not curve:
             refuse_unknown_rows(self.name, self.part.fraction)
-        rates, coverage = curve_growth(curve, self.part.fraction, n), _mean(rows, "coverage")
-        never = 0.0 if coverage is None else 1 - coverage
-        return _Grown(source="curve", rates=rates[None, :], never=never)
+        rates = curve_growth(curve, self.part.fraction, n)
+        return _Grown(source="curve", rates=rates[None, :], never=self._at_most_never())
+
+    def _at_most_never(self) -> float:
+        """Bound on the share of rows never selected: what the window that touched most left out, NaN if not known.
+
+        A row that never was selected is as old as the tracker; where none is so old, there is none.
+        """
+        rows = self.part.rows
+        if "age_max" in rows and (rows["age_max"] < rows["step"] - self.start).any():
+            return 0.0
+        return float(1 - rows["coverage"].max()) if "coverage" in rows else math.nan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,10 @@
 """What a fraction has to keep to, and what says so."""
 
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, TypedDict
 
 from .theory import SHARPNESS
 
@@ -35,14 +38,15 @@ class Limits:
         overdue: Largest share of rows that come less often than once in the oldest age allowed. Not the logged
             ``starved``, which is rarer than a tenth of the mean.
         drift: lr · λ · age_p99, shrinkage by weight decay between two steps of a row, above which is warned.
-        mass: Smallest share of unequalised L1 mass in the selected rows, unless the matrix is flat. Where it was not
-            measured nothing but ages would speak against a small fraction: none below .25 is accepted then, unless
-            ``mass`` is 0.
-        flat: A matrix whose excess mass stays below this at every fraction is flat, and ``mass`` says nothing of it.
+        mass: Smallest share of unequalised L1 mass in the selected rows. Of a flat matrix it says nothing, and where it
+            was not measured neither; nothing but ages would speak against a small fraction, so that none below .25 is
+            accepted then. 0 switches all of this off.
+        flat: A matrix whose excess mass stays below this at every fraction is flat.
         regret: Largest mass that a selection within every shard loses against one over all of them.
-        horizon_share: Longest momentum horizon, as a share of all steps of the training, where no ``ef_decay`` gives
-            back that of ``mu``.
-        total_steps: Of the training that the fraction is for; None: as long as the run is.
+        horizon_share: Longest momentum horizon, as a share of all steps of the training, at fractions below 1 - mu,
+            where no ``ef_decay`` gives back that of ``mu``; it bars nothing elsewhere.
+        total_steps: Of the training that the fraction is for; None: as long as the run is. Counts for
+            ``horizon_share`` alone.
         mu: Momentum whose horizon 1 / (1 - µ) a changed ``ef_decay`` shall give back.
         coverage: Share of the parameters whose matrices have to accept a fraction.
         saving: Smallest relative saving over the next larger fraction for which a smaller one is taken.
@@ -51,6 +55,7 @@ class Limits:
 
     Raises:
         ValueError: A limit is out of range.
+        TypeError: A limit is no number.
     """
 
     age_horizons: float = 3.0
@@ -68,6 +73,11 @@ class Limits:
     sharpness: float = SHARPNESS
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            optional = field.default is None
+            if isinstance(value, bool) or not (isinstance(value, Real) or (value is None and optional)):
+                raise TypeError(f"{field.name} must be a number{' or None' * optional}, got {value!r}")
         if not self.age_horizons > 0:
             raise ValueError(f"age_horizons must be > 0, got {self.age_horizons!r}; inf leaves max_age alone")
         if self.max_age is not None and not self.max_age >= 1:
@@ -79,8 +89,9 @@ class Limits:
             raise ValueError(f"sharpness must be > 0, got {self.sharpness!r}; inf lets a row be full at once")
         if not 0 <= self.mu < 1:
             raise ValueError(f"mu must be in [0, 1), got {self.mu!r}")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise ValueError(f"total_steps must be >= 1, got {self.total_steps!r}")
+        steps: Any = self.total_steps
+        if steps is not None and not (isinstance(steps, Integral) and int(steps) >= 1):
+            raise ValueError(f"total_steps must be None or a whole number >= 1, got {steps!r}")
 
     def oldest(self, horizon: float) -> float:
         """Steps that ``age_horizons`` and ``max_age`` allow at a momentum horizon."""
@@ -104,3 +115,22 @@ class LimitOptions(TypedDict, total=False):
     coverage: float
     saving: float
     sharpness: float
+
+
+_RENAMED: Mapping[str, str] = {"starved": "overdue"}
+
+
+def limits_of(options: Mapping[str, Any]) -> Limits:
+    """Limits from keyword arguments.
+
+    Raises:
+        ValueError: One is out of range.
+        TypeError: One is no number, or there is no limit of this name.
+    """
+    known = [field.name for field in fields(Limits)]
+    for name in options:
+        if name not in known:
+            close = [_RENAMED[name]] if name in _RENAMED else get_close_matches(name, known, n=1)
+            guess = f"did you mean {close[0]!r}? " if close else ""
+            raise TypeError(f"advise() has no limit {name!r}; {guess}Limits are {', '.join(known)}")
+    return Limits(**options)

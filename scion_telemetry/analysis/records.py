@@ -9,8 +9,9 @@ import pandas as pd
 
 from .estimators import Array
 from .limits import Limits
+from .theory import matched_ef
 
-SETTLED = "ages and overdue rows are those of the settled state, once every row had its first turn"
+STATE = "ages and overdue rows are those of the settled state, once every row had its first turn"
 """Of when the predictions are."""
 
 FLOPS = (
@@ -48,7 +49,7 @@ class Evidence:
         rates: Growth of every row ``[matrices, n]``, in units of the score a step.
         late: Steps at the end of the run in which it was counted; 0: in the whole run, though it drifts (rates of the
             last half alone halve the error at .25 and below), or by no counts.
-        never: Share of rows that were never selected.
+        never: Share of rows that were never selected; of a ``curve`` at most that many, and NaN where it is not known.
         age_p99: Median of the logged ``age_p99`` in the last quarter; None where it was not logged.
         regret: Mean of the logged ``regret``; None where rows are not cut.
         regret_at: Mean regret that W shards would have, by W, if the selection at hand were cut. Selecting in shards
@@ -147,6 +148,8 @@ class MatrixAdvice:
 
     Args:
         evidence: What was measured.
+        scope: Selection scope that it is predicted with, ``local`` or ``global``; that of the run unless another one
+            is advised.
         candidates: Every fraction that was tried, descending.
         fraction: The smallest accepted one that also saves enough.
         binding: What stands against the next smaller one: a limit, ``saving``, or ``none`` where there is none.
@@ -154,6 +157,7 @@ class MatrixAdvice:
     """
 
     evidence: Evidence
+    scope: str
     candidates: tuple[Candidate, ...]
     fraction: float
     binding: str
@@ -179,7 +183,8 @@ class GroupAdvice:
         worst: The parameter that breaks that limit most, and the value there; empty and NaN where nothing does.
         worst_value: Value over limit.
         accepted: Share of the parameters that accept, by fraction.
-        changes: What to change together with the fraction, in words; what is worth most comes first.
+        changes: What to change together with the fraction, in words. The decay that keeps the horizon, of the advised
+            fraction and of the run's own, was worth most in the study and comes first.
     """
 
     role: str
@@ -204,7 +209,7 @@ class Advice:
     Args:
         run: Path of the run.
         limits: What was asked for.
-        total_steps: Of the training that it is for.
+        total_steps: Of the training that it is for. It only bars fractions below 1 - mu: :attr:`length_matters`.
         total_steps_from: ``given``, or ``run``: as many as the run has.
         groups: By role.
         matrices: By parameter, in model order.
@@ -222,6 +227,14 @@ class Advice:
     notes: tuple[str, ...] = ()
     caveat: str = ""
     seeds: Mapping[float, int] = field(default_factory=dict)
+
+    @property
+    def length_matters(self) -> bool:
+        """Whether a fraction was tried that is so small that no ``ef_decay`` gives back the horizon of ``mu``.
+
+        Only there are the momentum horizon and the length of the training held against each other.
+        """
+        return any(matched_ef(c.fraction, self.limits.mu) < 0 for m in self.matrices[:1] for c in m.candidates)
 
     def to_frame(self) -> pd.DataFrame:
         """One row a parameter and candidate: param, role, the fields of ``Candidate``, ``accepted`` and ``chosen``."""
@@ -251,7 +264,7 @@ class Advice:
             "limits": asdict(self.limits),
             "total_steps": self.total_steps,
             "total_steps_from": self.total_steps_from,
-            "state": SETTLED,
+            "state": STATE,
             "flops": FLOPS,
             "groups": [asdict(group) for group in self.groups],
             "matrices": [_plain_matrix(matrix) for matrix in self.matrices],

@@ -1,8 +1,9 @@
 """Runs that cannot be advised on, each with what to do about it."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeGuard
 
 import pandas as pd
 
@@ -10,6 +11,28 @@ from scion_telemetry.store import Run
 
 from .growth import rarest_window
 from .stretches import FEWEST_ROWS, FEWEST_STEPS, Stretch, longest_last
+
+
+def refuse_arguments(run: object, calibration: object, seed_sd: object, candidates: object) -> None:
+    """Arguments of another kind than advice takes, before any work is done."""
+    for name, value in (("run", run), ("calibration", calibration)):
+        if not isinstance(value, Run) and (name == "run" or value is not None):
+            raise TypeError(f"{name} must be a Run, got {value!r}; open a run directory with load_run(...)")
+    if not _is_number(seed_sd):
+        raise TypeError(f"seed_sd must be a number, the standard deviation of the loss over seeds, got {seed_sd!r}")
+    if not 0 < seed_sd < math.inf:
+        raise ValueError(f"seed_sd must be > 0, the standard deviation of the final loss over seeds, got {seed_sd!r}")
+    if isinstance(candidates, str) or not isinstance(candidates, Collection):
+        raise TypeError(f"candidates must be a sequence of fractions, such as (0.5, 0.25), got {candidates!r}")
+    if not len(candidates):
+        raise ValueError(f"candidates must name at least one fraction to try, got {candidates!r}")
+    for fraction in candidates:
+        if not _is_number(fraction) or not 0 < fraction <= 1:
+            raise ValueError(f"candidates must be numbers in (0, 1], got {fraction!r}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def refuse_without_selection(run: Run) -> None:
@@ -103,5 +126,6 @@ def refuse_unknown_rows(name: str, fraction: float) -> None:
     raise ValueError(
         f"nothing says how often single rows of {name!r} were selected: there is no slices.csv for it (written when "
         f"the tracker closes: call tracker.close()), and no curve frequency_at_… counted over >= {needed} steps; close "
-        f"the tracker, or measure the selection at most every {needed} steps: Tracker(schedule=every({needed}))"
+        f"the tracker, or measure the selection no more often than every {needed} steps: "
+        f"Tracker(schedule=every({needed}))"
     )
