@@ -93,7 +93,8 @@ class Run:
     def slices(self) -> pd.DataFrame:
         """One row a row or column that an optimizer selects from: ``param``, ``matrix``, ``index`` and its facts.
 
-        Empty while the run lives and when it was killed: the table tells of the whole run and is written at its end.
+        ``selected`` in ``steps``, mean L1 ``score`` when selected and ``score_all``; ``…_late``: of the run's later
+        part. Written when the run ends: empty while it lives and when it was killed.
         """
         columns = ["param", "matrix", "index", *self.info.get("slice_columns", ())]
         return self._rows("slices", columns, whole=("matrix", "index"))

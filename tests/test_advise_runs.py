@@ -236,6 +236,11 @@ def test_a_smaller_rate_is_no_cure_where_no_row_waits(tmp_path: Path) -> None:
     group = advise(whole, age_horizons=0.1).groups[0]
     assert (group.fraction, group.binding) == (1, "age")
     assert not any("smaller lr" in change for change in group.changes)
+    half = write(tmp_path / "half", Matrix(name="w", scales=lognormal(), plan=((1000, 0.5),)))
+    bars = [advise(half, age_horizons=h / 10, mass=0).groups[0] for h in range(1, 12)]
+    waits = [(g.fraction, any("smaller lr" in c for c in g.changes)) for g in bars if g.binding in ("age", "overdue")]
+    assert all(said == (fraction > 0.5) for fraction, said in waits)
+    assert {fraction > 0.5 for fraction, _ in waits} == {False, True}
 
 
 def test_flat_matrices_are_told_of(tmp_path: Path) -> None:
