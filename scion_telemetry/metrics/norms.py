@@ -24,9 +24,11 @@ CHUNK = 64
 short rows: the root that a chunk's norm is rounded to averages out over chunks."""
 _SHORT = 8
 """Rows that are added up in float32, for columns: the kernel adds them one by one."""
-_ALIKE, _FEW = 1e-4, 0.05
-"""Where sums of more than a few neighbouring chunks differ by less, entries may be of one size, as those of signs are,
-and roundings all go the same way: 1e-7 and more."""
+_ALIKE, _FEW, _MANY = 1e-4, 0.05, 0.25
+"""Where sums of more than a few neighbouring chunks (of the few of a row, many) differ by less, entries may be of one
+size, as those of signs are, and roundings all go the same way: 1e-7 and more."""
+_NEIGHBOURS, _LOOK = 256, 6
+"""Neighbours that are looked at, of a piece, and chunks of a row."""
 _MOST = 0.5
 """So it is where a chunk holds more than this share of the whole: its roundings do not average out."""
 _LITTLE = 1 << 12
@@ -111,8 +113,8 @@ def _quick(xs: Sequence[Tensor], wanted: frozenset[str], longest: int) -> dict[s
     if lows:
         found["largest"] = torch.maximum(-torch.cat(lows), torch.cat(highs)).double()
     found |= _others(xs, wanted)
-    wrong_rows = _doubtful_rows(squares) if by_row else None
-    for i, wrong in enumerate(_doubtful_pieces(squares)):
+    wrong_rows = _doubtful_rows(squares, rows) if by_row else None
+    for i, wrong in enumerate(_doubtful_pieces(squares.flatten(1), found["squares"])):
         if wrong is None and not bool(xs[i].any()):
             continue  # nothing but zeros
         if wrong is not False:
@@ -124,11 +126,10 @@ def _quick(xs: Sequence[Tensor], wanted: frozenset[str], longest: int) -> dict[s
     return {name: values for name, values in found.items() if name in wanted}
 
 
-def _doubtful_pieces(squares: Tensor) -> list[bool | None]:
-    """Of squared norms of chunks ``[n, B, R, K]`` whether a piece has to be done again; None: if it is not zero."""
-    flat = squares.flatten(1)
-    most = flat.amax(1)
-    again = ((alike_share(flat) > _FEW) | (most > _MOST * flat.sum(1))).tolist()
+def _doubtful_pieces(chunks: Tensor, total: Tensor) -> list[bool | None]:
+    """Of squared norms of chunks ``[n, K]`` and their sums whether to do a piece again; None: if it is not zero."""
+    most = chunks.amax(1)
+    again = ((alike_share(chunks) > _FEW) | (most > _MOST * total)).tolist()
     # NaN too: its count needs the entries. Of entries below 1e-23 float32 squares are 0, as those of zeros are.
     return [
         True if wrong or not high <= _LARGE**2 else None if high < _SMALL**2 else False
@@ -136,12 +137,12 @@ def _doubtful_pieces(squares: Tensor) -> list[bool | None]:
     ]
 
 
-def _doubtful_rows(squares: Tensor) -> Tensor:
-    """The same of rows, ``[n, B·R]``."""
-    low, high = squares.amin(-1), squares.amax(-1)
+def _doubtful_rows(chunks: Tensor, total: Tensor) -> Tensor:
+    """Of squared norms of chunks ``[n, B, R, K]`` and of rows ``[n, B·R]`` which rows to do again."""
+    low, high = chunks.amin(-1).flatten(1), chunks.amax(-1).flatten(1)
+    alike = alike_share(chunks[..., :_LOOK].flatten(0, 2)).view_as(total)
     # Squares may have been flushed to zero beside others that were not, or they are zeros.
-    rows = ((low < _SMALL**2) | (high > _MOST * squares.sum(-1))).flatten(1)
-    return rows | (alike_share(squares.flatten(0, 2)) > 0).view_as(rows)
+    return (low < _SMALL**2) | (high > _MOST * total) | (alike > _MANY)
 
 
 def _others(xs: Sequence[Tensor], wanted: frozenset[str]) -> dict[str, Tensor]:
@@ -201,9 +202,14 @@ def short_sums(x: Tensor) -> Tensor:
 
 
 def alike_share(sums: Tensor) -> Tensor:
-    """Share of neighbours among the sums of parts ``[n, K]`` that are nearly the same, ``[n]``; zeros do not count."""
-    near = (sums[:, 1:] - sums[:, :-1]).abs() < _ALIKE * sums[:, 1:].abs()
-    return near.sum(1) / (sums != 0).sum(1).clamp(min=1)
+    """Share of neighbours among the sums of parts ``[n, K]`` that are nearly the same, ``[n]``; zeros do not count.
+
+    Of some hundreds of neighbours, spread over all of them.
+    """
+    step = max(1, sums.size(1) // _NEIGHBOURS)
+    one, other = sums[:, :-1:step], sums[:, 1::step]
+    near = (other - one).abs() < _ALIKE * other.abs()
+    return near.sum(1) / (other != 0).sum(1).clamp(min=1)
 
 
 def column_sums(squares: Tensor) -> Tensor:
