@@ -41,6 +41,11 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         ValueError,
         ["unknown metric 'weight_rmss'", "basic", "weight_rms", "rms_to_inf"],
     ),
+    "selections alone, of an optimizer that selects nothing": (
+        lambda: tracker(metrics=["selection", "selection_rows"]),
+        ValueError,
+        ["no optimizer here selects rows", 'add "norms"'],
+    ),
     "unknown metric in a list": (lambda: tracker(metrics=["rms", "skew"]), ValueError, ["unknown metric 'skew'"]),
     "column of selection": (lambda: tracker(metrics=["rms", "gini"]), ValueError, ["'gini'", 'choose "selection"']),
     "fraction 0": (lambda: Dion2(linear().parameters(), fraction=0), ValueError, ["fraction", "(0, 1]", "got 0"]),
