@@ -20,15 +20,23 @@ _Memory: TypeAlias = tuple[Mapping[Key, Tensor], Mapping[Key, int]]
 
 
 def gather(
-    collector: Collector, finisher: Finisher, plan: Sequence[Planned], group: dist.ProcessGroup | None
+    collector: Collector,
+    finisher: Finisher,
+    plan: Sequence[Planned],
+    group: dist.ProcessGroup | None,
+    *,
+    moved: bool,
 ) -> dict[str, Any]:
-    """When rows were last selected and how often, and the vectors that singular values start from; on all ranks."""
+    """When rows were last selected and how often, and the vectors that singular values start from; on all ranks.
+
+    ``moved``: something other than steps has changed this rank's weights.
+    """
     selections = _selections(collector, plan, group)
     tally = finisher.tally.state()
     memories = (collector.cut.memory, collector.memory)
     mine = [(dict(m.starts), dict(m.solved)) for m in memories]
-    everybody = agree(lambda: (mine, tally, max(m.restless for m in memories)), group)
-    starts, solved = _latest([memory for there, _, _ in everybody for memory in there])
+    everybody = agree(lambda: (mine, tally, max(m.restless for m in memories), moved), group)
+    starts, solved = _latest([memory for there, *_ in everybody for memory in there])
     names = [p.spec.info.name for p in plan]
     return {
         "version": VERSION,
@@ -36,7 +44,8 @@ def gather(
         "tally": everybody[0][1],
         "starts": {_text(key, names): start for key, start in starts.items()},
         "solved": {_text(key, names): step for key, step in solved.items()},
-        "restless": max(restless for _, _, restless in everybody),
+        "restless": max(restless for _, _, restless, _ in everybody),
+        "moved": any(moved_there for *_, moved_there in everybody),
     }
 
 

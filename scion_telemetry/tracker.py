@@ -24,7 +24,7 @@ from scion_telemetry.rows import Batch, RunInfo, Scalar, Sink, Value
 from scion_telemetry.scalars import Number, ScalarLog, Window
 from scion_telemetry.schedule import Schedule, every, name_of
 from scion_telemetry.setup import check_arguments, run_info, unwrap
-from scion_telemetry.sheet import Flush
+from scion_telemetry.sheet import Flush, selected_shapes
 from scion_telemetry.verify import Verification, verify
 from scion_telemetry.watch import Watch
 from scion_telemetry.writer import Writer, open_sinks
@@ -134,6 +134,11 @@ class Tracker:
         self._plan = make_plan([rank[0] for rank in everybody])
         if not self._plan:
             raise ValueError("the optimizer steps none of the model's parameters: nothing would be measured")
+        if not (self._choice.columns or self._choice.histograms or any(selected_shapes(self._plan))):
+            raise ValueError(
+                f"metrics={metrics!r} measures selections alone, and no optimizer here selects rows: nothing would be "
+                'measured; add "norms", or train with optim.Dion2'
+            )
         if self._rank == 0:
             warn_of_different_replicas(self._plan)
         return params
@@ -300,7 +305,7 @@ class Tracker:
             logger.exception("the optimizers' parameters changed to what cannot be measured; the others still are")
             self._known = self._parameters()
             return
-        known = state.gather(self._collector, self._finisher, self._plan, self._group)
+        known = state.gather(self._collector, self._finisher, self._plan, self._group, moved=self._watch.moved)
         self._plan = plan
         self._attach(params)
         state.restore(known, self._collector, self._finisher, self._plan)
@@ -351,9 +356,8 @@ class Tracker:
         self._send_scalars()
         self.flush()
         self._watch.look()
-        moved = any(agree(lambda: self._watch.moved, self._group))
-        found = state.gather(self._collector, self._finisher, self._plan, self._group)
-        return {**found, "moved": moved, "step": self._step, "flushes": self._flushes, "flushed": self._flushed}
+        found = state.gather(self._collector, self._finisher, self._plan, self._group, moved=self._watch.moved)
+        return {**found, "step": self._step, "flushes": self._flushes, "flushed": self._flushed}
 
     def verify(self, *, params: int = 8) -> Verification:
         """Compare reduced numbers of the weights, gradients and momenta as they are now with a gathered reference.
