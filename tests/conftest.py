@@ -1,6 +1,9 @@
 """Settings of all tests."""
 
 import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # tests that compile say so themselves
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -17,3 +20,14 @@ import torch.distributed.tensor
 def _one_thread_and_fixed_seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[], None]]:
+    """Files of at most 4 KiB; returns a function that lifts the limit."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    signal.signal(signal.SIGXFSZ, handler)

@@ -4,8 +4,6 @@ import base64
 import json
 import logging
 import os
-import resource
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -261,17 +259,6 @@ def test_a_forked_child_changes_nothing(tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert files(tmp_path) == before
-
-
-@pytest.fixture
-def small_files() -> Any:
-    """Files of at most 4 KiB; returns a function that lifts the limit."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_disk_leaves_whole_lines_and_the_rest_alone(tmp_path: Path, small_files: Any) -> None:

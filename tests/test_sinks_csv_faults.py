@@ -1,7 +1,6 @@
 """CsvSink when processes are forked or killed and disks fill up."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -98,17 +97,6 @@ def test_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:  # C134
     first, second = ({path.name: path.read_bytes() for path in (tmp_path / seed).iterdir()} for seed in ("1", "2"))
     assert first == second
     assert len(first) == 5
-
-
-@pytest.fixture
-def small_files() -> Any:
-    """Files of at most 4 KiB; returns a function that lifts the limit."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_disk_full(tmp_path: Path, small_files: Any) -> None:  # C124

@@ -4,8 +4,6 @@ import json
 import logging
 import math
 import os
-import resource
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -251,17 +249,6 @@ def test_a_forked_child_changes_nothing(tmp_path: Path) -> None:
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_files() -> Any:
-    """Files of at most 4 KiB; returns a function that lifts the limit."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_histograms_that_find_no_room_leave_the_rest_alone(tmp_path: Path, small_files: Any) -> None:
