@@ -85,7 +85,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         try:
             self._place(self.param_groups[-1])
-        except Exception:
+        except Exception:  # of whatever kind: a refused group must not stay; it is raised again
             self.param_groups.pop()
             raise
 

@@ -89,7 +89,7 @@ def open_sinks(sinks: Sequence[Sink], start: Callable[[Sink], None]) -> None:
     for sink in sinks:
         try:
             start(sink)
-        except Exception:
+        except Exception:  # of whatever kind: those that are open must not stay open; it is raised again
             for other in opened:
                 _close(other, discard=True)
             raise

@@ -218,6 +218,18 @@ class HistogramMetric:
     source: str
 
 
+def _check_custom(name: object, measure: object, finish: object, merge: object, quantities: Sequence[str]) -> None:
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"the name of a metric must be letters, digits and underscores, got {name!r}")
+    if merge not in list(Merge):
+        raise ValueError(f"merge must be 'sum' or 'max', got {merge!r}")
+    if isinstance(quantities, str) or not quantities or (unknown := set(quantities) - set(QUANTITIES)):
+        found = quantities if isinstance(quantities, str) or not quantities else sorted(unknown)
+        raise ValueError(f"quantities must be a list of {', '.join(QUANTITIES)}, got {found!r}")
+    if not callable(measure) or not (finish is None or callable(finish)):
+        raise TypeError(f"measure and finish of metric {name!r} must be functions, got {measure!r} and {finish!r}")
+
+
 def custom(
     name: str,
     measure: Callable[[Tensor], Tensor | float],
@@ -251,15 +263,7 @@ def custom(
         ValueError: For a name that is no identifier, an unknown ``merge`` or quantity.
         TypeError: For functions that cannot be called.
     """
-    if not (isinstance(name, str) and name.isidentifier()):
-        raise ValueError(f"the name of a metric must be letters, digits and underscores, got {name!r}")
-    if merge not in list(Merge):
-        raise ValueError(f"merge must be 'sum' or 'max', got {merge!r}")
-    if isinstance(quantities, str) or not quantities or (unknown := set(quantities) - set(QUANTITIES)):
-        found = quantities if isinstance(quantities, str) or not quantities else sorted(unknown)
-        raise ValueError(f"quantities must be a list of {', '.join(QUANTITIES)}, got {found!r}")
-    if not callable(measure) or not (finish is None or callable(finish)):
-        raise TypeError(f"measure and finish of metric {name!r} must be functions, got {measure!r} and {finish!r}")
+    _check_custom(name, measure, finish, merge, quantities)
     partial = Partial(name=f"custom.{name}", merge=Merge(merge), measure=measure)
     failed = Partial(name=f"custom.{name}.failed")
     broken = Partial(name=f"custom.{name}.nan")  # MAX may lose a NaN on its way

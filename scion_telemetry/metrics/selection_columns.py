@@ -119,6 +119,7 @@ def _columns() -> Iterator[SelectionMetric]:
     yield column(name="threshold", finish=threshold, unit="L1 norm", formula="smallest selected score")
     yield column(name="ties", finish=ties, unit="slices", formula="not selected, with the score of the threshold")
     yield from _over_time()
+    yield from _of_momentum()
     yield column(
         name="rows_communicated",
         finish=lambda s: count(s) * s.travels,
@@ -174,6 +175,10 @@ def _over_time() -> Iterator[SelectionMetric]:
         finish=lambda s: gini(frequency(s)),
         formula="Gini coefficient of the frequencies in the window",
     )
+
+
+def _of_momentum() -> Iterator[SelectionMetric]:
+    column = SelectionMetric
     yield column(
         name="horizon",
         finish=horizon,
