@@ -285,15 +285,15 @@ def train_all(
 ) -> None:
     """Train what is not trained yet."""
     out.mkdir(parents=True, exist_ok=True)
-    todo = [partial(run, case, out) for case in plan(quick=quick) if not (out / case.name / "done.json").exists()]
-    todo += [] if (out / "cost.json").exists() else [partial(cost, out, quick=quick)]
-    typer.echo(f"{len(todo)} to do")
+    tasks = [partial(run, case, out) for case in plan(quick=quick) if not (out / case.name / "done.json").exists()]
+    tasks += [] if (out / "cost.json").exists() else [partial(cost, out, quick=quick)]
+    typer.echo(f"{len(tasks)} to do")
     if jobs == 1:
-        for task in todo:
+        for task in tasks:
             typer.echo(task())
         return
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for finished in as_completed([pool.submit(task) for task in todo]):
+        for finished in as_completed([pool.submit(task) for task in tasks]):
             typer.echo(finished.result())
 
 
