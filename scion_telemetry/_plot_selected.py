@@ -102,7 +102,10 @@ def frequencies_over_steps(run: Run) -> Figure:
     95 % of rows that are selected at random. A band at "never" and one near 1 that stay are rows that always lose or
     win; one narrow band at α is rotation.
     """
-    title, what = "selection frequencies over the steps", "share of rows by selections a step since the flush before"
+    title, what = (
+        "selection frequencies over the steps",
+        "share of rows by selections a step since selections were measured last",
+    )
     table = run.histograms
     names = [str(n) for n in table.loc[table["name"] == FREQUENCIES, "param"].unique()]
     if not names:

@@ -92,7 +92,8 @@ def mass_heatmap(run: Run, *, step: int | None = None) -> Figure:
     """C(α) of every matrix for momentum, gradient and selection frequency, with its null in the strip below.
 
     The white line is where half is reached: the further left of the dashed null, the more concentrated. Frequencies are
-    counted since the flush before; their null is random selection over as many steps, which is never quite even.
+    counted since selections were measured last; their null is random selection over as many steps, which is never quite
+    even.
 
     Args:
         run: The run.
